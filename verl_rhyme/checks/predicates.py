@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -56,6 +57,10 @@ ON_POLICY_ESTIMATORS = ("opo", "remax")
 RATIO_FREE_LOSSES = ("gpg",)
 
 
+#: Whether a row applies to a run with a rhyme tree, with drafts, or with the pipeline.
+with_rhyme, with_drafts, with_pipeline = map(attrgetter, ("rhyme", "drafting", "pipeline"))
+
+
 @dataclass(frozen=True)
 class Run:
     """Configuration of a run, as the rows read it; ``rules`` are ``None`` also where options contradict each other."""
@@ -103,18 +108,6 @@ class Run:
     @property
     def stale(self) -> bool:
         return self.rules is not None and self.rules.max_staleness > 0
-
-
-def with_rhyme(run: Run) -> bool:
-    return run.rhyme is not None
-
-
-def with_drafts(run: Run) -> bool:
-    return run.drafting
-
-
-def with_pipeline(run: Run) -> bool:
-    return run.pipeline
 
 
 def differs_from(key: str) -> Callable[[Any, Run], bool]:

@@ -9,11 +9,12 @@ import pytest
 
 from tests.unit.configs import ROOT, verl_config
 from verl_rhyme.checks import combinations, predicates
+from verl_rhyme.checks.doctor import Check
 from verl_rhyme.checks.rules import of_config
 from verl_rhyme.config import CONFIG_PATH, PIPELINES, TOPOLOGIES, config_tree
 
 
-def refused(tree: Any) -> list[combinations.Refusal]:
+def refused(tree: Any) -> list[Check]:
     return list(combinations.refusals(tree, config_tree.from_verl(tree)))
 
 
@@ -35,8 +36,8 @@ C = "critic.enable=true"
 RESUME = "trainer.resume_mode=auto"
 STRATEGY = "actor_rollout_ref.actor.strategy"
 MERGED = "actor_rollout_ref.model.lora.merge=true"
-VANILLA = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
 LIVE = f"{CONFIG_PATH}.drafting.live_tokens"
+VANILLA = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
 LORA = "actor_rollout_ref.model.lora_rank=8"
 NO_DRAFTS = f"{CONFIG_PATH}.drafting.enable=false"
 #: For each option of each row, in table order: preset, and overrides that only this option refuses.
@@ -76,8 +77,8 @@ CASES = [
     ("histospec", [f"{R}.agent.agent_loop_manager_class=null"]),
     ("full", ["trainer.v1.trainer_mode=my_async"]),
     ("sorted", [f"{R}.agent.agent_loop_manager_class=null"]),
-    ("full", [f"{R}.scheduling_policy=fcfs"]),
     ("full", [SEPARATE, f"{STEPS}=4"]),
+    ("full", [f"{R}.scheduling_policy=fcfs"]),
     ("sorted", [SEPARATE, "trainer.v1.separate_async.hybrid_rollout.enable_switch=true"]),
     ("full", ["trainer.v1.sampler.custom_sampler.path=mine.py"]),
     ("sorted", ["skip.rollout_tq.enable=true"]),
@@ -208,25 +209,16 @@ def test_only_the_listed_losses_have_no_ratio_to_the_sampling_policy() -> None:
     from verl.workers.config import ActorConfig
     from verl.workers.config.actor import PolicyLossConfig
 
-    free = set()
-    for name in POLICY_LOSS_REGISTRY:
-        if name == "bypass_mode":  # it calls one of the other losses, by its own config
-            continue
-        actor = ActorConfig(
-            strategy="fsdp",
-            rollout_n=1,
-            ppo_micro_batch_size_per_gpu=1,
-            policy_loss=PolicyLossConfig(loss_mode=name, dro_beta=1.0),
-        )
-        gradients = []
-        for old in (-1.0, -1.1):
-            now = torch.full((2, 4), -1.05, requires_grad=True)
-            advantages, mask = torch.tensor([[1.0] * 4, [-1.0] * 4]), torch.ones(2, 4)
-            loss, _ = get_policy_loss_fn(name)(torch.full((2, 4), old), now, advantages, mask, config=actor)
-            loss.backward()
-            gradients.append(now.grad)
-        if torch.equal(*gradients):
-            free.add(name)
+    def gradient(name: str, old: float) -> torch.Tensor:
+        loss = PolicyLossConfig(loss_mode=name, dro_beta=1.0)
+        actor = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=loss)
+        now = torch.full((2, 4), -1.05, requires_grad=True)
+        advantages, mask = torch.tensor([[1.0] * 4, [-1.0] * 4]), torch.ones(2, 4)
+        get_policy_loss_fn(name)(torch.full((2, 4), old), now, advantages, mask, config=actor)[0].backward()
+        return now.grad
+
+    others = POLICY_LOSS_REGISTRY.keys() - {"bypass_mode"}  # it calls one of them, by its own config
+    free = {name for name in others if torch.equal(gradient(name, -1.0), gradient(name, -1.1))}
     assert free == set(predicates.RATIO_FREE_LOSSES)
 
 
@@ -254,8 +246,8 @@ def test_groups_that_are_compared_are_not_split(changes: list[str], is_refused: 
 
 def test_a_config_group_that_hydra_did_not_find() -> None:
     for name, words in (
-        ("sorted", "+rhyme=sorted did not find its config group; verl-rhyme is not installed in verl's environment"),
-        ("histospeck", "+rhyme=histospeck: no such preset; use +rhyme=full or "),
+        ("sorted", "rhyme: +rhyme=sorted did not find its config group -> verl-rhyme is not installed"),
+        ("histospeck", "rhyme: +rhyme=histospeck: no such preset -> use +rhyme=full or "),
     ):
         assert str(combinations.group_not_found(name)).startswith(words)
 

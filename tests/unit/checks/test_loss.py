@@ -1,9 +1,7 @@
-"""Warnings of stale tokens and of loss averages, and what verl's own loss does in these cases."""
+"""Warnings of stale tokens and of loss averages."""
 
 import pytest
-import torch
 from omegaconf import OmegaConf
-from verl.trainer.ppo.core_algos import agg_loss
 
 from tests.unit.configs import verl_config
 from verl_rhyme.checks import loss
@@ -108,22 +106,6 @@ def test_averages_of_batches_as_they_were_loaded_are_not_reported(name):
     loaded = [f"{CONFIG_PATH}.scheduling.{option}" for option in ("in_flight=1", "take=loaded")]
     for run in (["histospec"], ["histopipe"], *(["full", ON_POLICY, each] for each in loaded)):
         assert not warnings(*run, *average(name))
-
-
-@pytest.mark.parametrize(
-    ("name", "horizon", "ratio"),
-    [("token-mean", None, 4), (NORM, None, 4), (NORM, 384, 1), ("seq-mean-token-sum", None, 1)],
-)
-def test_verls_loss_weighs_tokens_as_the_warnings_claim(name, horizon, ratio):
-    """The weight of a short response's token over a long one's, each trained in a step of its own."""
-
-    def weight(length):
-        losses = torch.zeros(2, length).requires_grad_()
-        info = {"batch_num_tokens": 2 * length, "global_batch_size": 2, "loss_scale_factor": horizon}
-        agg_loss(losses, torch.ones(2, length), name, **info).backward()
-        return float(losses.grad[0, 0])
-
-    assert weight(10) / weight(40) == pytest.approx(ratio)
 
 
 def test_only_the_adaptive_drafter_drafts_from_interrupted_text():

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme.checks import doctor
+from verl_rhyme.checks import doctor, loss
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.checks.preflight import (
     components,
@@ -57,7 +57,7 @@ def examine(
     checks = [
         *config_checks.rhyme(config, plan),
         *values.choices(config),
-        *config_checks.loss(config, plan),
+        *loss.warnings(config, plan.rules),
         *config_checks.placement(plan),
         *config_checks.weights(config),
         *config_checks.parallel(plan, model),

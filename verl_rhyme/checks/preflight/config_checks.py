@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from verl_rhyme.checks import combinations
-from verl_rhyme.checks import loss as losses
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, verdict
 from verl_rhyme.checks.preflight import values
 from verl_rhyme.checks.preflight.plan import Plan, sequence_tokens
@@ -24,22 +23,18 @@ _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def rhyme(config: Any, plan: Plan | None) -> Iterator[Check]:
-    name = "rhyme"
     if isinstance(config.get("rhyme"), str):
-        refusal = combinations.group_not_found(config.rhyme)
-        yield Check(name, FAIL, refusal.detail, refusal.remedy)
+        yield combinations.group_not_found(config.rhyme)
         return
-    refusals: list[combinations.Refusal] = []
+    refused: list[Check] = []
     try:
         tree = config_tree.from_verl(config)
-        refusals += combinations.refusals(config, tree)
+        refused += combinations.refusals(config, tree)
         if tree is not None:
             router_file.check(tree.placement)
     except ConfigError as error:
-        refusals.append(combinations.Refusal(str(error)))
-    yield from (Check(name, FAIL, refusal.detail, refusal.remedy) for refusal in refusals)
-    if not refusals:
-        yield Check(name, OK, _summary(plan) if plan else "")
+        refused.append(Check("rhyme", FAIL, str(error)))
+    yield from refused or [Check("rhyme", OK, _summary(plan) if plan else "")]
 
 
 def _summary(plan: Plan) -> str:
@@ -99,10 +94,6 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
     yield verdict("load", ok, detail, remedy, otherwise=WARN)
 
 
-def loss(config: Any, plan: Plan) -> Iterator[Check]:
-    yield from (Check("loss", WARN, each.detail, each.remedy) for each in losses.warnings(config, plan.rules))
-
-
 def placement(plan: Plan) -> Iterator[Check]:
     policy = None if plan.rhyme is None else plan.rhyme.placement.policy
     if policy is not None and plan.replicas == 1:
@@ -121,40 +112,36 @@ def weights(config: Any) -> Iterator[Check]:
 
 def parallel(plan: Plan, model: Architecture | None) -> Iterator[Check]:
     """Check GPU counts and model sizes against the parallel sizes, as Megatron, Ulysses and vLLM require."""
-    problems: list[tuple[str, str]] = []
-    mesh = "tensor x pipeline x context parallel" if plan.strategy == "megatron" else "Ulysses sequence parallel"
-    if plan.train_gpus < 1 or plan.train_gpus % plan.model_parallel:
-        detail = f"{plan.train_gpus} training GPUs are not a multiple of {mesh} = {plan.model_parallel}"
-        problems.append((detail, "change trainer.nnodes, trainer.n_gpus_per_node or the parallel sizes"))
-    shards = plan.training.shards if plan.training and plan.training.engine == "fsdp" else 1
-    if plan.train_gpus % shards:
-        detail = f"{plan.train_gpus} training GPUs are not a multiple of fsdp_size = {shards}"
-        problems.append((detail, f"set {_A}.fsdp_config.fsdp_size to a divisor, or to -1 for all"))
-    pools = {"rollout": plan.train_gpus} if plan.colocated else {}
-    if plan.standalone:
-        pools["standalone rollout"] = plan.rollout_gpus
-    for pool, held in pools.items():
-        if held % plan.replica_gpus:  # :func:`batches` reports an empty pool
-            detail = (
-                f"{held} {pool} GPUs are not a multiple of the {plan.replica_gpus} GPUs of a replica; verl would leave "
-                "some idle"
-            )
-            problems.append((detail, f"change the GPU count or {_R}.tensor_model_parallel_size"))
-    if model:
-        problems += list(_model_sizes(plan, model))
     sizes = (
         f"{plan.train_gpus} training GPUs: data parallel {plan.data_parallel} x model parallel {plan.model_parallel}; "
         f"{plan.replicas} rollout replicas of {plan.replica_gpus}"
     )
     if plan.standalone:
         sizes += f", with {plan.rollout_gpus} separate rollout GPUs"
+    problems = [*_gpu_counts(plan), *(_model_sizes(plan, model) if model else ())]
     yield from _report("parallel sizes", problems, sizes)
 
 
-def _report(name: str, problems: list[tuple[str, str]], passed: str) -> Iterator[Check]:
-    yield from (Check(name, FAIL, *problem) for problem in problems)
-    if not problems:
-        yield Check(name, OK, passed)
+def _report(name: str, problems: Sequence[tuple[str, str]], passed: str) -> Sequence[Check]:
+    return [Check(name, FAIL, *problem) for problem in problems] or [Check(name, OK, passed)]
+
+
+def _gpu_counts(plan: Plan) -> Iterator[tuple[str, str]]:
+    mesh = "tensor x pipeline x context parallel" if plan.strategy == "megatron" else "Ulysses sequence parallel"
+    if plan.train_gpus < 1 or plan.train_gpus % plan.model_parallel:
+        detail = f"{plan.train_gpus} training GPUs are not a multiple of {mesh} = {plan.model_parallel}"
+        yield detail, "change trainer.nnodes, trainer.n_gpus_per_node or the parallel sizes"
+    shards = plan.training.shards if plan.training and plan.training.engine == "fsdp" else 1
+    if plan.train_gpus % shards:
+        detail = f"{plan.train_gpus} training GPUs are not a multiple of fsdp_size = {shards}"
+        yield detail, f"set {_A}.fsdp_config.fsdp_size to a divisor, or to -1 for all"
+    pools = {"rollout": plan.train_gpus} if plan.colocated else {}
+    if plan.standalone:
+        pools["standalone rollout"] = plan.rollout_gpus
+    for pool, held in pools.items():
+        if held % plan.replica_gpus:  # :func:`batches` reports an empty pool
+            detail = f"{held} {pool} GPUs are not a multiple of the {plan.replica_gpus} GPUs of a replica"
+            yield f"{detail}; verl would leave some idle", f"change the count or {_R}.tensor_model_parallel_size"
 
 
 def _model_sizes(plan: Plan, model: Architecture) -> Iterator[tuple[str, str]]:
@@ -183,26 +170,24 @@ def _model_sizes(plan: Plan, model: Architecture) -> Iterator[tuple[str, str]]:
 
 def batches(config: Any, plan: Plan) -> Iterator[Check]:
     """Check sizes against each other, as verl asserts in its workers; its check before Ray starts has others."""
-    problems: list[tuple[str, str]] = []
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    batch, mini = int(config.data.train_batch_size), int(actor.ppo_mini_batch_size)
-    n, dp = int(rollout.n), plan.data_parallel
+    actor, n = config.actor_rollout_ref.actor, int(config.actor_rollout_ref.rollout.n)
+    batch, mini, dp = int(config.data.train_batch_size), int(actor.ppo_mini_batch_size), plan.data_parallel
+    estimator = str(config.algorithm.adv_estimator)
+    if n == 1 and estimator in values.GROUP_ESTIMATORS:
+        detail = f"{_R}.n=1 with algorithm.adv_estimator={estimator}, which compares the samples of a prompt"
+        yield Check("batches", WARN, detail, f"set {_R}.n=8, for example, or another algorithm.adv_estimator")
+    problems = list(_modes(config, batch, mini))
     if batch % mini:
         detail = f"data.train_batch_size={batch} is not a multiple of ppo_mini_batch_size={mini}"
         problems.append((detail, "change one of them"))
     elif mini * n % dp:
         detail = f"a mini-batch of {mini} x {n} responses is not divisible by {dp} data-parallel ranks"
         problems.append((detail, f"change {_A}.ppo_mini_batch_size or {_R}.n"))
-    estimator = str(config.algorithm.adv_estimator)
-    if n == 1 and estimator in values.GROUP_ESTIMATORS:
-        detail = f"{_R}.n=1 with algorithm.adv_estimator={estimator}, which compares the samples of a prompt"
-        yield Check("batches", WARN, detail, f"set {_R}.n=8, for example, or another algorithm.adv_estimator")
     if actor.use_dynamic_bsz and int(actor.ppo_max_token_len_per_gpu) * _split(plan) < sequence_tokens(config):
         detail = f"ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} is below the longest prompt and response"
         problems.append((detail, f"raise it to {-(-sequence_tokens(config) // _split(plan))} or more"))
-    problems += _modes(config, batch, mini)
-    steps = "" if problems else f"{batch // mini} optimizer steps, each of {mini * n // dp} responses per rank"
-    yield from _report("batches", problems, f"{batch} prompts x {n} in {steps}")
+    passed = f"{batch} prompts x {n} in {batch // mini} optimizer steps, each of {mini * n // dp} responses per rank"
+    yield from _report("batches", problems, passed)
 
 
 def _split(plan: Plan) -> int:

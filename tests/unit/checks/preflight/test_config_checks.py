@@ -110,42 +110,28 @@ def test_what_is_allowed_but_unwise_warns(world, overrides, name, words):
     assert words in complaints(preflight(world, *overrides))[name, "warn"]
 
 
-VALUES = {
-    "values": "algorithm.adv_estimator=mine",
-    "loggers": "trainer.logger=mine",
-    "agent loops": f"{R}.agent.default_agent_loop=mine",
-}
+VALUES = ["algorithm.adv_estimator=mine", "trainer.logger=mine", f"{R}.agent.default_agent_loop=mine"]
 
 
 class Plugin:
     name, group = "mine", "verl.plugins"
 
 
-@pytest.mark.parametrize(
-    ("source", "warns"),
-    [
-        ("VERL_USE_EXTERNAL_MODULES", True),
-        ("a main of the user's own", True),
-        ("a plugin", True),
-        ("actor_rollout_ref.model.external_lib=mine", True),
-        ("data.custom_cls.path=pkg://tests.mine", True),
-        ("reward.custom_reward_function.path=pkg://tests.mine", False),  # another process loads it
-    ],
-)
-def test_names_that_code_of_the_user_may_register_only_warn(world, monkeypatch, source, warns):
-    overrides = []
-    if "=" in source:
-        overrides.append(source)
-    elif source == "a plugin":
-        monkeypatch.setattr(user_code.importlib.metadata, "entry_points", lambda group: [Plugin])
-    elif "main" in source:
-        monkeypatch.setattr(user_code, "own_main", True)
-    else:
+@pytest.mark.parametrize("source", ["VERL_USE_EXTERNAL_MODULES", "main", "plugin", "data.custom_cls.path", None])
+def test_names_that_code_of_the_user_may_register_only_warn(world, monkeypatch, source):
+    overrides = ["reward.custom_reward_function.path=pkg://tests.mine"]  # another process loads it
+    if source == "VERL_USE_EXTERNAL_MODULES":
         monkeypatch.setenv(source, "verl_rhyme.plugin,mine")
-    found = complaints(preflight(world, *VALUES.values(), *overrides))
-    for name, override in VALUES.items():
-        assert override.partition("=")[0] in found[name, "warn" if warns else "fail"]
-        assert (name, "fail" if warns else "warn") not in found
+    elif source == "main":
+        monkeypatch.setattr(user_code, "own_main", True)
+    elif source == "plugin":
+        monkeypatch.setattr(user_code.importlib.metadata, "entry_points", lambda group: [Plugin])
+    elif source:
+        overrides.append(f"{source}=pkg://tests.mine")
+    found = complaints(preflight(world, *VALUES, *overrides))
+    for name, override in zip(("values", "loggers", "agent loops"), VALUES, strict=True):
+        assert override.partition("=")[0] in found[name, "warn" if source else "fail"]
+        assert (name, "fail" if source else "warn") not in found
 
 
 def test_a_reward_file_may_register_a_reward_manager(world):
