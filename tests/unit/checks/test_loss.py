@@ -84,12 +84,6 @@ def test_weights_of_another_support_are_reported(preset, overrides, words):
     assert all(words in line and f"set {MODE}=policy_logprobs" in line for line in found)
 
 
-def test_weights_of_a_temperature_that_vllm_raises_are_reported():
-    (line,) = [line for line in warnings("full", f"{R}.temperature=0.005") if "temperature" in line]
-    assert "vLLM samples at 0.01" in line
-    assert not [line for line in warnings("full", f"{R}.temperature=0.01") if "temperature" in line]
-
-
 @pytest.mark.parametrize("run", [["full"], ["sorted", ON_POLICY]])
 def test_averages_of_batches_that_finish_first(run):
     (line,) = warnings(*run, *average("token-mean"))
