@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -16,30 +17,20 @@ from omegaconf import OmegaConf
 from verl_rhyme.checks.doctor import FAIL, Check
 from verl_rhyme.checks.predicates import (
     ACTOR,
-    BACKEND,
-    BOUND,
     CORRECTION,
-    CRITIC,
-    DRAFTING,
     ENGINE,
     ESTIMATOR,
     FILTER,
-    LOSS,
     MEGATRON_RANK,
     MERGE,
     MODE,
-    ON_POLICY_ESTIMATORS,
-    PLACEMENT,
     PROMPT,
-    QUEUE,
     RANK,
     RESPONSE,
     RESUME,
     ROLLOUT,
-    SEPARATE,
     SLOTS,
     STRATEGY,
-    VERL_ROLLOUT_KEYS,
     Run,
     adapters_in_engines,
     below_drafts,
@@ -47,22 +38,44 @@ from verl_rhyme.checks.predicates import (
     caches_states,
     differs_from,
     has_undrafted_layers,
-    is_elastic,
     loads_no_weights,
     other_rank,
     resumes,
     splits_groups,
     trains_lora,
     uncorrected,
-    with_drafts,
-    with_pipeline,
-    with_rhyme,
 )
 from verl_rhyme.checks.rules import of_config
 from verl_rhyme.config import CONFIG_PATH, PIPELINES, PRESETS, STOCK, TOPOLOGIES, RhymeConfig
 from verl_rhyme.config.backends import backend
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER, POLICY_LOGPROBS
 from verl_rhyme.drafting import recurrent
+
+CRITIC = "critic.checkpoint"
+BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
+SEPARATE = "trainer.v1.separate_async"
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+DRAFTING = "rhyme.drafting.enable"
+BOUND = "rhyme.max_staleness"
+QUEUE = "transfer_queue.backend"
+PLACEMENT = "rhyme.placement.policy"
+
+#: vLLM options that verl sets from its own rollout keys; rhyme reads verl's keys.
+VERL_ROLLOUT_KEYS = {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+    "max_num_seqs": "max_num_seqs",
+    "scheduling_policy": "scheduling_policy",
+    "logprobs_mode": "logprobs_mode",
+}
+
+#: Values of ``algorithm.adv_estimator`` that are defined for on-policy samples only: OPO (arXiv:2505.23585: "exact
+#: on-policy training") and ReMax (arXiv:2310.10505), whose baseline is the current policy's greedy response.
+ON_POLICY_ESTIMATORS = ("opo", "remax")
+
+#: Whether a row applies to a run with a rhyme tree, with drafts, or with the pipeline.
+with_rhyme, with_drafts, with_pipeline = map(attrgetter, ("rhyme", "drafting", "pipeline"))
 
 
 @dataclass(frozen=True)
@@ -366,7 +379,7 @@ TABLE = (
             ),
             Option(BACKEND, lambda name, run: bool(backend(str(name)).obstacle())),
         ),
-        is_elastic,
+        lambda run: run.rhyme is not None and run.rhyme.streaming.elastic.min_replicas is not None,
         "replicas can stop and return only on separate engines that generate during training, with a backend that "
         "sends weights to a single replica",
         f"set {MODE}=separate_async, max_staleness to at least 1 and {BACKEND}=relay or nccl, or drop "
