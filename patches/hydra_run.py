@@ -35,28 +35,24 @@ def _check_first(
             raise
 
     for owner, name in ((hydra, "compose_config"), (hydra.config_loader, "load_sweep_config")):
-        setattr(owner, name, _composed(getattr(owner, name), hydra, config_name or "", overrides))
+        setattr(owner, name, _composed(getattr(owner, name), config_name or "", overrides))
     return original(hydra=hydra, config_name=config_name, task_function=checked, overrides=overrides, **mode)
 
 
-def _composed(original: Any, hydra: Any, config_name: str, overrides: list[str]) -> Any:
+def _composed(original: Any, config_name: str, overrides: list[str]) -> Any:
     """Return hydra's function of composition with errors in one line that name the nearest key."""
     from hydra.errors import HydraException
 
-    composing = False  # whether the message composes again, without the wrong override
-
     @functools.wraps(original)
     def compose(*args: Any, **kwargs: Any) -> Any:
-        nonlocal composing
         try:
             return original(*args, **kwargs)
         except HydraException as error:
-            if composing or not any("rhyme" in override for override in overrides):
+            if not any("rhyme" in override for override in overrides):
                 raise
             from verl_rhyme.checks.preflight.compose import message
 
-            composing = True
-            raise SystemExit(f"verl-rhyme: {message(error, hydra, config_name, overrides)}") from None
+            raise SystemExit(f"verl-rhyme: {message(error, config_name, overrides)}") from None
 
     return compose
 

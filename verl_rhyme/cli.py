@@ -8,14 +8,13 @@ import typer
 
 from verl_rhyme import __version__
 from verl_rhyme.commands import ranker
-from verl_rhyme.commands.claim import claim
+from verl_rhyme.commands.claim import claim, run_name
 from verl_rhyme.commands.doctor import doctor
 from verl_rhyme.commands.history import history
 from verl_rhyme.commands.options import options
 from verl_rhyme.commands.plan import plan
 from verl_rhyme.commands.preflight import preflight
 from verl_rhyme.commands.report import report
-from verl_rhyme.commands.run_name import run_name
 from verl_rhyme.commands.simulate import simulate
 
 app = typer.Typer(help="Faster RL of language models on verl.", no_args_is_help=True, add_completion=False)

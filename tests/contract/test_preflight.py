@@ -13,6 +13,7 @@ from verl_rhyme.checks.preflight.components import AGENT_LOOPS, LOGGERS
 from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.checks.preflight.memory import Rollout
 from verl_rhyme.checks.preflight.values import CHOICES
+from verl_rhyme.config import TOPOLOGIES
 from verl_rhyme.planning.architecture import Architecture
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +97,7 @@ def test_values_by_name_are_those_that_verl_and_vllm_know():
         f"{rollout}.dtype": typing.get_args(ModelDType),
     }.items():
         assert set(CHOICES[key]) == set(known), key
-    assert set(TRAINER_REGISTRY) >= set(CHOICES["trainer.v1.trainer_mode"])
+    assert set(TRAINER_REGISTRY) >= set(TOPOLOGIES)
     texts = [file.read_text() for file in Path(checkpoint_engine.__file__).parent.glob("*.py")]
     registered = {name for text in texts for name in re.findall(r'Registry\.register\("(\w+)"\)', text)}
     assert set(CHOICES[f"{rollout}.checkpoint_engine.backend"]) == {*registered, "relay"}

@@ -33,13 +33,7 @@ def test_a_failed_part_stops_no_other_and_runs_again(tmp_path):
     for _ in range(2):
         complete, statuses, rows, printed = run(parts, tmp_path / "out")
         assert not complete
-        assert statuses == {
-            "bad": "failed",
-            "slow": "timed out",
-            "good": "done",
-            "lacks": "skipped",
-            "gpu": "skipped",
-        }
+        assert statuses == {"bad": "failed", "slow": "timed out", "good": "done", "lacks": "skipped", "gpu": "skipped"}
         assert sum(row.get("n") == 2 for row in rows) == 1, "rows of the earlier run are replaced"
         assert "no such kernel" in printed
     assert mark.read_text() == "x"

@@ -33,10 +33,7 @@ ENGINES = {"verl", "vllm", "ray", "torch", "transformers"}
 LINE = re.compile(r"Process: .+\. Engines: (.+)\.$")
 #: (module, what it may import all the same) and why.
 EXCEPTIONS = {
-    (
-        "verl_rhyme.patches.hydra_run",
-        "verl_rhyme.checks.startup",
-    ),  # hydra calls it
+    ("verl_rhyme.patches.hydra_run", "verl_rhyme.checks.startup"),  # hydra calls it
     ("verl_rhyme.patches.hydra_run", "verl_rhyme.checks.preflight.compose"),
     ("verl_rhyme.lengths.ranker", "torch"),  # a language model: the one file of the policies that has one
     ("verl_rhyme.lengths.ranker", "transformers"),
@@ -116,13 +113,10 @@ def test_imports_point_down(path, module):
     [
         ("verl_rhyme.history.store", "import torch", True),
         ("verl_rhyme.drafting.adaptive", "def f():\n    from vllm.v1 import x", True),
-        ("verl_rhyme.drafting.adaptive", "from verl_rhyme import engine", True),
         ("verl_rhyme.drafting.adaptive", "from ..trainer import base", True),
         ("verl_rhyme.drafting.adaptive", "from . import choice", False),
         ("verl_rhyme.lengths.ranker", "import torch.nn", False),
-        ("verl_rhyme.history.store", "import verl_rhyme_other", False),
         ("verl_rhyme.agent_loop.client", "import ray, verl", False),
-        ("verl_rhyme.cli", "import verl_rhyme.trainer.base", False),
         ("verl_rhyme.patches.core", "import verl_rhyme.checks.startup", True),
     ],
 )

@@ -7,38 +7,30 @@ pipeline's rules in :mod:`verl_rhyme.scheduling.rules`. :mod:`.predicates` has t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from verl_rhyme.checks.doctor import FAIL, Check
 from verl_rhyme.checks.predicates import (
     ACTOR,
-    BACKEND,
-    BOUND,
     CORRECTION,
-    CRITIC,
-    DRAFTING,
     ENGINE,
     ESTIMATOR,
     FILTER,
-    LOSS,
     MEGATRON_RANK,
     MERGE,
     MODE,
-    ON_POLICY_ESTIMATORS,
-    PLACEMENT,
     PROMPT,
-    QUEUE,
     RANK,
     RESPONSE,
     RESUME,
     ROLLOUT,
-    SEPARATE,
     SLOTS,
     STRATEGY,
-    VERL_ROLLOUT_KEYS,
     Run,
     adapters_in_engines,
     below_drafts,
@@ -46,29 +38,44 @@ from verl_rhyme.checks.predicates import (
     caches_states,
     differs_from,
     has_undrafted_layers,
-    is_elastic,
     loads_no_weights,
     other_rank,
     resumes,
     splits_groups,
     trains_lora,
     uncorrected,
-    with_drafts,
-    with_pipeline,
-    with_rhyme,
 )
 from verl_rhyme.checks.rules import of_config
-from verl_rhyme.config import (
-    CONFIG_PATH,
-    PIPELINES,
-    PRESETS,
-    STOCK,
-    TOPOLOGIES,
-    RhymeConfig,
-)
+from verl_rhyme.config import CONFIG_PATH, PIPELINES, PRESETS, STOCK, TOPOLOGIES, RhymeConfig
 from verl_rhyme.config.backends import backend
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER, POLICY_LOGPROBS
 from verl_rhyme.drafting import recurrent
+
+CRITIC = "critic.checkpoint"
+BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
+SEPARATE = "trainer.v1.separate_async"
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+DRAFTING = "rhyme.drafting.enable"
+BOUND = "rhyme.max_staleness"
+QUEUE = "transfer_queue.backend"
+PLACEMENT = "rhyme.placement.policy"
+
+#: vLLM options that verl sets from its own rollout keys; rhyme reads verl's keys.
+VERL_ROLLOUT_KEYS = {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+    "max_num_seqs": "max_num_seqs",
+    "scheduling_policy": "scheduling_policy",
+    "logprobs_mode": "logprobs_mode",
+}
+
+#: Values of ``algorithm.adv_estimator`` that are defined for on-policy samples only: OPO (arXiv:2505.23585: "exact
+#: on-policy training") and ReMax (arXiv:2310.10505), whose baseline is the current policy's greedy response.
+ON_POLICY_ESTIMATORS = ("opo", "remax")
+
+#: Whether a row applies to a run with a rhyme tree, with drafts, or with the pipeline.
+with_rhyme, with_drafts, with_pipeline = map(attrgetter, ("rhyme", "drafting", "pipeline"))
 
 
 @dataclass(frozen=True)
@@ -92,17 +99,6 @@ class Row:
     named_with: tuple[str, ...] = ()  # further keys that each refusal names
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A refused setting: the problem in one line, and the remedy unless ``detail`` contains it."""
-
-    detail: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        return "; ".join(filter(None, (self.detail, self.remedy)))
-
-
 def _engine(*names: str) -> tuple[Option, ...]:
     return tuple(Option(f"{ENGINE}.{name}") for name in names)
 
@@ -111,6 +107,9 @@ _POLICY_LOGPROBS = Option(f"{ROLLOUT}.logprobs_mode", lambda mode, run: mode == 
 _VERLS_SCHEDULE = "use +rhyme=histospec (verl's own schedule)"
 _OTHERS = " or ".join(f"+rhyme={name}" for name in PIPELINES)
 _NO_DRAFTING = f"{CONFIG_PATH}.drafting.enable=false"
+
+#: Keys that each refusal of a condition names.
+_NAMED: Mapping[Callable[[Run], Any], tuple[str, ...]] = {with_drafts: (DRAFTING,), with_pipeline: (BOUND,)}
 
 TABLE = (
     Row(
@@ -126,15 +125,9 @@ TABLE = (
         "set trainer.use_v1=true",
     ),
     Row(
-        (Option(f"{ROLLOUT}.disaggregation.enabled"), *_engine("kv_transfer_config")),
+        (Option(f"{ROLLOUT}.disaggregation.enabled"), *_engine("kv_transfer_config", "worker_extension_cls")),
         with_rhyme,
-        "rhyme needs prefill and decoding in one engine",
-        f"drop it, or set {CONFIG_PATH}.enable=false",
-    ),
-    Row(
-        _engine("worker_extension_cls"),
-        with_rhyme,
-        "rhyme has its own worker extension",
+        "rhyme needs prefill and decoding in one engine, with its own worker extension",
         f"drop it, or set {CONFIG_PATH}.enable=false",
     ),
     Row(
@@ -151,28 +144,13 @@ TABLE = (
                 lambda mtp, run: bool(mtp and run.value(f"{ROLLOUT}.mtp.enable")),
                 f"set actor_rollout_ref.model.mtp.enable_rollout=false, or {_NO_DRAFTING}",
             ),
-        ),
-        with_drafts,
-        "vLLM takes one drafter, and rhyme's is in its place",
-        f"drop the first option, or set {_NO_DRAFTING}",
-        (DRAFTING,),
-    ),
-    Row(
-        _engine("async_scheduling", "scheduler_cls"),
-        with_drafts,
-        "rhyme drafts in vLLM's synchronous scheduler",
-        f"drop the first option, or set {_NO_DRAFTING}",
-        (DRAFTING,),
-    ),
-    Row(
-        (
-            *_engine("enable_dbo"),
+            *_engine("async_scheduling", "scheduler_cls", "enable_dbo"),
             Option(f"{ENGINE}.ubatch_size", lambda size, run: int(size or 0) > 1),
         ),
         with_drafts,
-        "rhyme's own sampler verifies whole batches",
+        "rhyme's drafter takes the place of vLLM's, in its synchronous scheduler, and rhyme's sampler verifies whole "
+        "batches",
         f"drop the first option, or set {_NO_DRAFTING}",
-        (DRAFTING,),
     ),
     Row(
         _engine("logits_processors", "diffusion_config"),
@@ -207,14 +185,13 @@ TABLE = (
         with_drafts,
         recurrent.REASON,
         recurrent.REMEDY,
-        (DRAFTING,),
     ),
     Row(
         (Option(f"{ROLLOUT}.enable_prefix_caching", caches_states),),
         with_drafts,
         "vLLM 0.24 would cache the states of recurrent layers while drafts change them",
         f"set {ROLLOUT}.enable_prefix_caching=false",
-        ("actor_rollout_ref.model.path", DRAFTING),
+        ("actor_rollout_ref.model.path",),
     ),
     Row(
         (Option(f"{ROLLOUT}.data_parallel_size", lambda size, run: int(size or 1) > 1),),
@@ -222,7 +199,6 @@ TABLE = (
         "drafts are not tested on data parallel engines, which take their steps together",
         f"set {ROLLOUT}.data_parallel_size=1 (verl then starts more replicas on the same GPUs), or "
         f"{CONFIG_PATH}.enable=false if a mixture-of-experts model requires data parallelism",
-        (DRAFTING,),
     ),
     Row(
         (Option(f"{ROLLOUT}.max_num_batched_tokens", below_drafts),),
@@ -271,21 +247,12 @@ TABLE = (
         with_pipeline,
         "the pipeline runs in verl's own trainer modes",
         f"set {MODE} to one of {', '.join(TOPOLOGIES)}, or {_VERLS_SCHEDULE}",
-        (BOUND,),
     ),
     Row(
         (Option(MANAGER, lambda manager, run: manager in (None, DRAFTING_MANAGER)),),
         with_pipeline,
         "the pipeline needs its own agent loop manager",
         f"use {_OTHERS}, which set it, without an override of it; or drop {CONFIG_PATH}.max_staleness",
-        (BOUND,),
-    ),
-    Row(
-        (Option(f"{ROLLOUT}.scheduling_policy", lambda policy, run: policy != "priority"),),
-        with_pipeline,
-        "engines serve the samples in the order of the pipeline",
-        f"set {ROLLOUT}.scheduling_policy=priority",
-        (BOUND,),
     ),
     Row(
         (
@@ -297,35 +264,30 @@ TABLE = (
         with_pipeline,
         "each training step makes one policy version",
         f"set {SEPARATE}.parameter_sync_step=1",
-        (BOUND,),
     ),
     Row(
-        (Option(f"{SEPARATE}.hybrid_rollout.enable_switch", lambda on, run: run.topology == "separate" and bool(on)),),
+        (
+            Option(
+                f"{ROLLOUT}.scheduling_policy",
+                lambda policy, run: policy != "priority",
+                f"set {ROLLOUT}.scheduling_policy=priority",
+            ),
+            Option(f"{SEPARATE}.hybrid_rollout.enable_switch", lambda on, run: run.topology == "separate" and bool(on)),
+            Option("trainer.v1.sampler.custom_sampler.path"),
+            Option("skip.rollout_tq.enable"),
+            Option(
+                f"{ACTOR}.shuffle", remedy=f"drop it; {CONFIG_PATH}.scheduling.order=0 shuffles each training batch"
+            ),
+            Option(
+                "data.gen_batch_size",
+                lambda size, run: size not in (None, 1),
+                f"drop it; {CONFIG_PATH}.scheduling.in_flight sets how many batches are loaded",
+            ),
+        ),
         with_pipeline,
-        "the pipeline decides which engines generate",
-        f"set {SEPARATE}.hybrid_rollout.enable_switch=false, or {_VERLS_SCHEDULE}",
-        (BOUND,),
-    ),
-    Row(
-        (Option("trainer.v1.sampler.custom_sampler.path"), Option("skip.rollout_tq.enable")),
-        with_pipeline,
-        "the pipeline decides which samples a training step takes",
+        "the pipeline decides which prompts are loaded, where and in which order samples are generated, and which of "
+        "them a training step takes",
         f"drop the first option, or {_VERLS_SCHEDULE}",
-        (BOUND,),
-    ),
-    Row(
-        (Option("actor_rollout_ref.actor.shuffle"),),
-        with_pipeline,
-        "the pipeline orders each training batch",
-        f"drop it; {CONFIG_PATH}.scheduling.order=0 shuffles each training batch",
-        (BOUND,),
-    ),
-    Row(
-        (Option("data.gen_batch_size", lambda size, run: size not in (None, 1)),),
-        with_pipeline,
-        "the pipeline decides how many prompts are loaded",
-        f"drop it; {CONFIG_PATH}.scheduling.in_flight sets how many batches are loaded",
-        (BOUND,),
     ),
     Row(
         (
@@ -337,7 +299,6 @@ TABLE = (
         with_pipeline,
         "samples above the limit would be lost",
         f"set {QUEUE}.SimpleStorage.total_storage_size=null (no limit)",
-        (BOUND,),
     ),
     Row(
         (
@@ -418,7 +379,7 @@ TABLE = (
             ),
             Option(BACKEND, lambda name, run: bool(backend(str(name)).obstacle())),
         ),
-        is_elastic,
+        lambda run: run.rhyme is not None and run.rhyme.streaming.elastic.min_replicas is not None,
         "replicas can stop and return only on separate engines that generate during training, with a backend that "
         "sends weights to a single replica",
         f"set {MODE}=separate_async, max_staleness to at least 1 and {BACKEND}=relay or nccl, or drop "
@@ -475,31 +436,31 @@ TABLE = (
 )
 
 
-def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
+def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Check]:
     """Yield the options that :data:`TABLE` refuses, and contradictory rules; imports neither verl nor an engine."""
     rules = None
     try:
         rules = of_config(config, rhyme)
     except ValueError as error:
-        yield Refusal(f"{CONFIG_PATH}: {error}")
+        yield Check("rhyme", FAIL, f"{CONFIG_PATH}: {error}")
     run = Run(config, rhyme, rules)
     for row in TABLE:
         if not row.when(run):
             continue
         for option in row.options:
             if option.refused(run.value(option.key), run):
-                keys = (option.key, *option.named_with, *row.named_with)
+                keys = (option.key, *option.named_with, *row.named_with, *_NAMED.get(row.when, ()))
                 settings = " with ".join(_setting(key, run.value(key)) for key in keys)
-                yield Refusal(f"{settings}: {row.reason}", option.remedy or row.remedy)
+                yield Check("rhyme", FAIL, f"{settings}: {row.reason}", option.remedy or row.remedy)
 
 
-def group_not_found(name: str) -> Refusal:
-    """Return the refusal of a ``+rhyme=name`` that hydra took for a plain value because it found no config group."""
+def group_not_found(name: str) -> Check:
+    """Return the finding of a ``+rhyme=name`` that hydra took for a plain value because it found no config group."""
     if name in PRESETS:
         remedy = "verl-rhyme is not installed in verl's environment (pip show verl-rhyme): install it there"
-        return Refusal(f"+rhyme={name} did not find its config group", remedy)
+        return Check("rhyme", FAIL, f"+rhyme={name} did not find its config group", remedy)
     groups = " or ".join(f"+rhyme={preset}" for preset in PRESETS if preset != STOCK)
-    return Refusal(f"+rhyme={name}: no such preset", f"use {groups}, or drop +rhyme for stock verl")
+    return Check("rhyme", FAIL, f"+rhyme={name}: no such preset", f"use {groups}, or drop +rhyme for stock verl")
 
 
 def _setting(key: str, value: Any) -> str:

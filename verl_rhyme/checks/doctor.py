@@ -20,9 +20,8 @@ from packaging.specifiers import SpecifierSet
 from verl_rhyme import patches
 from verl_rhyme.checks import engine_packages
 from verl_rhyme.checks.preflight.estimate import gib
-from verl_rhyme.checks.preflight.machine import free_disk, object_store, write_into
+from verl_rhyme.checks.preflight.machine import free_disk, write_into
 from verl_rhyme.history import history_folder as folders
-from verl_rhyme.history import share
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.patches.conditions import vllm_runs_on_cpu
 from verl_rhyme.patches.core import installed_version
@@ -213,11 +212,7 @@ def history_folder(folder: Path) -> Iterator[Check]:
         return
     _, free = free_disk(folder)
     remedy = "free disk space, or set history.dir to a folder on another disk"
-    bound = gib(share.bound(folder, free, object_store()))
-    detail = (
-        f"{folder}: {gib(free)} free, at least {gib(DISK_BYTES)} needed; history.max_bytes=null uses {bound}, half "
-        "of free disk or free memory"
-    )
+    detail = f"{folder}: {gib(free)} free, at least {gib(DISK_BYTES)} needed"
     yield verdict("history folder", free >= DISK_BYTES, detail, remedy)
 
 

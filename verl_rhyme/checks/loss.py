@@ -16,12 +16,13 @@ weight of a token depends on the other responses of the step, whose lengths sort
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme.checks.combinations import Refusal
+from verl_rhyme.checks.doctor import WARN, Check
 from verl_rhyme.config import CONFIG_PATH
 from verl_rhyme.config.presets import POLICY_LOGPROBS
 from verl_rhyme.scheduling.rules import Rules
@@ -31,8 +32,10 @@ _CORRECTION = "algorithm.rollout_correction"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _NORM = "seq-mean-token-sum-norm"
 
+_warning = functools.partial(Check, "loss", WARN)
 
-def warnings(config: Any, rules: Rules | None) -> Iterator[Refusal]:
+
+def warnings(config: Any, rules: Rules | None) -> Iterator[Check]:
     """Yield each problem of the loss of a run with these rules (``None`` without a pipeline), with its remedy."""
     correction = OmegaConf.select(config, _CORRECTION) or {}
     if _corrects(correction):
@@ -41,7 +44,7 @@ def warnings(config: Any, rules: Rules | None) -> Iterator[Refusal]:
         return
     if rules.max_staleness and not _corrects(correction):
         versions = f"{rules.max_staleness} version{'s' if rules.max_staleness > 1 else ''}"
-        yield Refusal(
+        yield _warning(
             f"tokens are up to {versions} behind the policy, and without importance weights "
             f"({_CORRECTION}.rollout_is=null) they are trained as if the current policy had sampled them",
             f"drop the override, or set {_CORRECTION}.rollout_is=token",
@@ -51,24 +54,20 @@ def warnings(config: Any, rules: Rules | None) -> Iterator[Refusal]:
     average = OmegaConf.select(config, f"{_ACTOR}.loss_agg_mode")
     horizon = f"{_ACTOR}.loss_scale_factor={OmegaConf.select(config, 'data.max_response_length')}"
     if average == "token-mean":
-        yield Refusal(
+        yield _warning(
             f"{_ACTOR}.loss_agg_mode=token-mean with {CONFIG_PATH}.scheduling.take=finished: tokens of short responses "
             "weigh more, since the loss of a batch of short responses is divided by fewer tokens (docs/pipeline.md)",
             f"set {_ACTOR}.loss_agg_mode={_NORM} and {horizon}: all tokens then weigh the same",
         )
     if average == _NORM and OmegaConf.select(config, f"{_ACTOR}.loss_scale_factor") is None:
-        yield Refusal(
+        yield _warning(
             f"{_ACTOR}.loss_agg_mode={_NORM} without {_ACTOR}.loss_scale_factor: the loss of each micro-batch is "
             "divided by its longest response (docs/pipeline.md)",
             f"set {horizon}",
         )
 
 
-#: vLLM raises temperatures between 0 and this one.
-_LEAST_TEMPERATURE = 0.01
-
-
-def _other_support(config: Any) -> Iterator[Refusal]:
+def _other_support(config: Any) -> Iterator[Check]:
     def rollout(name: str, default: Any) -> Any:
         value = OmegaConf.select(config, f"{_ROLLOUT}.{name}")
         return default if value is None else value
@@ -76,19 +75,12 @@ def _other_support(config: Any) -> Iterator[Refusal]:
     defaults = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     changed = [f"{name}={value}" for name in defaults if (value := rollout(name, defaults[name])) != defaults[name]]
     mode, temperature = str(rollout("logprobs_mode", "processed_logprobs")), rollout("temperature", 1.0)
-    if temperature < _LEAST_TEMPERATURE:
-        yield Refusal(
-            f"{_ROLLOUT}.temperature={temperature}: vLLM samples at {_LEAST_TEMPERATURE}, or greedily, and the "
-            f"actor divides its logits by {temperature}, so that importance weights of an unmoved policy are not 1",
-            f"set {_ROLLOUT}.temperature to at least {_LEAST_TEMPERATURE}",
-        )
-        return
     if mode == POLICY_LOGPROBS or not rollout("calculate_log_probs", True):
         return
     if (mode == "processed_logprobs" and not changed) or (mode == "raw_logprobs" and temperature == 1):
         return
     given = " and ".join(changed) or f"temperature={temperature}"
-    yield Refusal(
+    yield _warning(
         f"{_ROLLOUT}.logprobs_mode={mode} with {given}: importance weights divide the actor's probabilities by those "
         "of another distribution. Those of an unmoved policy are not 1 (0.86 on average at top_p=0.8, 0.83 at top_k=3, "
         "12 tokens)",

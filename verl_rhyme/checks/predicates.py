@@ -1,4 +1,4 @@
-"""Keys and conditions of a run's configuration, as the table of :mod:`verl_rhyme.checks.combinations` reads them."""
+"""Conditions of the table of :mod:`verl_rhyme.checks.combinations`, and the keys that they read."""
 
 from __future__ import annotations
 
@@ -15,41 +15,19 @@ from verl_rhyme.planning import architecture
 from verl_rhyme.scheduling.rules import Rules
 
 ACTOR = "actor_rollout_ref.actor"
-CRITIC = "critic.checkpoint"
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
-BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
 MODE = "trainer.v1.trainer_mode"
-SEPARATE = "trainer.v1.separate_async"
 CORRECTION = "algorithm.rollout_correction"
 ESTIMATOR = "algorithm.adv_estimator"
 FILTER = "algorithm.filter_groups.enable"
-LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
-DRAFTING = "rhyme.drafting.enable"
-BOUND = "rhyme.max_staleness"
 RESUME = "trainer.resume_mode"
-QUEUE = "transfer_queue.backend"
-PLACEMENT = "rhyme.placement.policy"
 PROMPT, RESPONSE = "data.max_prompt_length", "data.max_response_length"
 MERGE = "actor_rollout_ref.model.lora.merge"
 #: Rank of adapters, to FSDP and to Megatron.
 RANK, MEGATRON_RANK = "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank"
 STRATEGY = f"{ACTOR}.strategy"
 SLOTS = f"{ROLLOUT}.max_num_seqs"
-
-#: vLLM options that verl sets from its own rollout keys; rhyme reads verl's keys.
-VERL_ROLLOUT_KEYS = {
-    "tensor_parallel_size": "tensor_model_parallel_size",
-    "pipeline_parallel_size": "pipeline_model_parallel_size",
-    "data_parallel_size": "data_parallel_size",
-    "max_num_seqs": "max_num_seqs",
-    "scheduling_policy": "scheduling_policy",
-    "logprobs_mode": "logprobs_mode",
-}
-
-#: Values of ``algorithm.adv_estimator`` that are defined for on-policy samples only: OPO (arXiv:2505.23585: "exact
-#: on-policy training") and ReMax (arXiv:2310.10505), whose baseline is the current policy's greedy response.
-ON_POLICY_ESTIMATORS = ("opo", "remax")
 
 #: Values of ``policy_loss.loss_mode`` without a ratio to the sampling policy: only ``rollout_is_weights`` correct them.
 #: All other losses of verl 0.9.1 take ``old_log_probs``.
@@ -103,18 +81,6 @@ class Run:
     @property
     def stale(self) -> bool:
         return self.rules is not None and self.rules.max_staleness > 0
-
-
-def with_rhyme(run: Run) -> bool:
-    return run.rhyme is not None
-
-
-def with_drafts(run: Run) -> bool:
-    return run.drafting
-
-
-def with_pipeline(run: Run) -> bool:
-    return run.pipeline
 
 
 def differs_from(key: str) -> Callable[[Any, Run], bool]:
@@ -182,7 +148,3 @@ def adapters_in_engines(run: Run) -> bool:
 def below_drafts(tokens: int | None, run: Run) -> bool:
     assert run.rhyme is not None
     return int(tokens or 0) < int(run.value(SLOTS) or 0) * (run.rhyme.drafting.max_tokens + 1)
-
-
-def is_elastic(run: Run) -> bool:
-    return run.rhyme is not None and run.rhyme.streaming.elastic.min_replicas is not None

@@ -26,14 +26,10 @@ VARIABLE = "VERL_RHYME_RUN_LOCK"
 _held: dict[Path, int] = {}
 
 
-class FolderInUse(ConfigError):
-    """Another run uses the folder; the message names its process and the remedy."""
-
-
 def take(folder: Path, pid: int) -> int:
     """Lock a folder, created if missing, until the returned descriptor and its copies are closed.
 
-    Raises FolderInUse if another run holds the lock, OSError if the folder cannot be written. A refusal of a later run
+    Raises ConfigError if another run holds the lock, OSError if the folder cannot be written. A refusal of a later run
     names ``pid``. A file system without locks is reported on standard error; there, a second run is not noticed.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +41,7 @@ def take(folder: Path, pid: int) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise FolderInUse(_in_use(folder)) from None
+        raise ConfigError(_in_use(folder)) from None
     except OSError as error:
         print(
             f"verl-rhyme: {folder} is on a file system without locks ({error.strerror}): a second run that starts "

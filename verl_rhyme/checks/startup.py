@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_rhyme.checks import combinations, doctor, run_lock
+from verl_rhyme.checks import doctor, run_lock
 from verl_rhyme.checks.doctor import FAIL, WARN, Check
 from verl_rhyme.checks.preflight import checks, config_checks, run_folder, user_code
 from verl_rhyme.checks.preflight.machine import ADDRESS, in_cluster
@@ -74,8 +74,6 @@ def check(config: Any, in_task: bool = False) -> None:
     of this machine warn. Raises ConfigError, with a line for each problem, if the run would fail or silently ignore
     settings.
     """
-    if isinstance(config.get("rhyme"), str):
-        raise ConfigError(str(combinations.group_not_found(config.rhyme)))
     rhyme = config_tree.from_verl(config)
     if rhyme is not None:
         _check_installation()

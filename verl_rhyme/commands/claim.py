@@ -1,4 +1,4 @@
-"""``verl-rhyme claim``: check a run and claim its checkpoint folder, for the run scripts."""
+"""``verl-rhyme claim`` and ``run-name``: check a run, name and claim its checkpoint folder, for the run scripts."""
 
 from __future__ import annotations
 
@@ -46,3 +46,13 @@ def claim(
         )
         raise typer.Exit(FINISHED)
     print(f"resuming after step {step}" + (f" of {total}" if total else ""))
+
+
+def run_name(arguments: Arguments = None, note: Notes = None) -> None:
+    """Print the folder name of a run in the run scripts: preset and changed options, model, engine, mode."""
+    from verl_rhyme.checks.preflight import run_folder
+    from verl_rhyme.checks.preflight.compose import compose
+
+    with one_line_errors("verl-rhyme"), silenced():
+        name = run_folder.name(compose(arguments or []), pairs(note))
+    print(name)

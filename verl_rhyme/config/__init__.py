@@ -5,28 +5,18 @@ Every option is a field of these dataclasses with its help text (:func:`.checks.
 
 Each section has a module: :mod:`.drafting` (history, drafting, sampling), :mod:`.scheduling` (scheduling, streaming),
 :mod:`.placement` (placement, lengths), :mod:`.root` (root, weights, events). :mod:`.presets` reads the settings of
-``+rhyme=NAME``. :mod:`.listing` returns all options as records. :mod:`.config_tree` reads the options from verl's
-config.
+``+rhyme=NAME``. :mod:`.config_tree` reads the options from verl's config.
 
 Process: all. Engines: none.
 """
 
 from __future__ import annotations
 
-from verl_rhyme.config.checks import CONFIG_PATH, ConfigError, require
-from verl_rhyme.config.drafting import (
-    HISTORY_FILL,
-    MAX_DRAFT_TOKENS,
-    DraftingConfig,
-    HistoryConfig,
-)
-from verl_rhyme.config.listing import Option, options
-from verl_rhyme.config.placement import (
-    PLACEMENTS,
-    PlacementConfig,
-)
+from verl_rhyme.config.checks import CONFIG_PATH, ConfigError
+from verl_rhyme.config.drafting import HISTORY_FILL, MAX_DRAFT_TOKENS, DraftingConfig, HistoryConfig
+from verl_rhyme.config.placement import PLACEMENTS, PlacementConfig
 from verl_rhyme.config.presets import PIPELINES, PRESETS, STOCK
-from verl_rhyme.config.root import RhymeConfig, WeightsConfig
+from verl_rhyme.config.root import RhymeConfig, WeightsConfig, options
 from verl_rhyme.config.scheduling import (
     OVERSUBSCRIPTION,
     SINGLE_ESTIMATORS,
@@ -53,14 +43,12 @@ __all__ = [
     "DraftingConfig",
     "ElasticConfig",
     "HistoryConfig",
-    "Option",
     "PlacementConfig",
     "RhymeConfig",
     "SchedulingConfig",
     "StreamingConfig",
     "WeightsConfig",
     "options",
-    "require",
     "trained_unit",
     "training_order",
 ]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_rhyme.config.checks import CONFIG_PATH
-from verl_rhyme.config.listing import Option, options
 from verl_rhyme.config.presets import GROUPS, PRESET_FILES
+from verl_rhyme.config.root import Option, options
 
 _COMMAND = "python -m verl_rhyme.config.generate"
 _ROOT = Path(__file__).parents[2]

@@ -1,14 +1,17 @@
-"""Root of the configuration, and its small sections."""
+"""Root of the configuration, its small sections, and the list of all options."""
 
 from __future__ import annotations
 
 import dataclasses
+import typing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_rhyme.config.checks import CONFIG_PATH, ConfigError, option, require
+from verl_rhyme.config.checks import CONFIG_PATH, ConfigError, option, require, type_name
 from verl_rhyme.config.drafting import DraftingConfig, HistoryConfig
 from verl_rhyme.config.placement import LengthsConfig, PlacementConfig
+from verl_rhyme.config.presets import leaves
 from verl_rhyme.config.scheduling import SchedulingConfig, StreamingConfig
 
 
@@ -39,6 +42,13 @@ class EventsConfig:
         require(self.enable or not self.responses, "events.responses", True, "false with events.enable=false")
 
 
+#: Values of the options that only the pipeline uses; verl's own schedule uses two of the timeouts among them.
+_DEFAULTS = {
+    "scheduling": dict(leaves(dataclasses.asdict(SchedulingConfig()))),
+    "streaming": dict(leaves(dataclasses.asdict(StreamingConfig()))),
+}
+
+
 @dataclass(frozen=True)
 class RhymeConfig:
     """Options of verl-rhyme."""
@@ -66,14 +76,16 @@ class RhymeConfig:
         ranker = self.lengths.ranker
         require(ranker is None or self.pipeline, "lengths.ranker", ranker, allowed)
         if self.enable and not self.pipeline:
-            mine = self.scheduling
-            patience = SchedulingConfig(tool_timeout=mine.tool_timeout, lost_after=mine.lost_after)
-            for section, unused in (("scheduling", patience), ("streaming", StreamingConfig())):
-                given = _differing(getattr(self, section), unused)
-                if given:
-                    listed = ", ".join(f"{CONFIG_PATH}.{section}.{name}" for name in given)
-                    verb = "needs" if len(given) == 1 else "need"
-                    raise ConfigError(f"{listed} {verb} the pipeline: use +rhyme=full, or drop {given[0]}")
+            given = [
+                f"{section}.{name}"
+                for section, mine in (("scheduling", self.scheduling), ("streaming", self.streaming))
+                for name, value in leaves(dataclasses.asdict(mine))
+                if value != _DEFAULTS[section][name] and name not in ("tool_timeout", "lost_after")
+            ]
+            if given:
+                listed = ", ".join(f"{CONFIG_PATH}.{name}" for name in given)
+                verb = "needs" if len(given) == 1 else "need"
+                raise ConfigError(f"{listed} {verb} the pipeline: use +rhyme=full, or drop {given[0]}")
 
     @property
     def pipeline(self) -> bool:
@@ -90,13 +102,28 @@ class RhymeConfig:
         return dataclasses.asdict(self)
 
 
-def _differing(options: Any, others: Any) -> list[str]:
-    """Return the names of the options of a section that differ between two of its kind, ``a.b`` in a subsection."""
-    names = []
-    for each in dataclasses.fields(options):
-        mine, theirs = getattr(options, each.name), getattr(others, each.name)
-        if dataclasses.is_dataclass(mine):
-            names += [f"{each.name}.{name}" for name in _differing(mine, theirs)]
-        elif mine != theirs:
-            names.append(each.name)
-    return names
+@dataclass(frozen=True)
+class Option:
+    """One option."""
+
+    name: str  # path below CONFIG_PATH, such as "drafting.floor"
+    default: Any
+    type: str  # for users, such as "int or null"
+    public: bool  # for users; else for experts
+    help: str
+
+
+def options() -> list[Option]:
+    """Return all options in declared order."""
+    return list(_walk(RhymeConfig, ""))
+
+
+def _walk(cls: type[Any], where: str) -> Iterator[Option]:
+    hints = typing.get_type_hints(cls)
+    for of in dataclasses.fields(cls):
+        kind = hints[of.name]
+        if dataclasses.is_dataclass(kind):
+            yield from _walk(typing.cast("type[Any]", kind), f"{where}{of.name}.")
+        else:
+            default = of.default if of.default_factory is dataclasses.MISSING else of.default_factory()
+            yield Option(f"{where}{of.name}", default, type_name(kind), of.metadata["public"], of.metadata["help"])

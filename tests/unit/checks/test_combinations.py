@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,12 @@ import pytest
 
 from tests.unit.configs import ROOT, verl_config
 from verl_rhyme.checks import combinations, predicates
+from verl_rhyme.checks.doctor import Check
 from verl_rhyme.checks.rules import of_config
 from verl_rhyme.config import CONFIG_PATH, PIPELINES, TOPOLOGIES, config_tree
 
 
-def refused(tree: Any) -> list[combinations.Refusal]:
+def refused(tree: Any) -> list[Check]:
     return list(combinations.refusals(tree, config_tree.from_verl(tree)))
 
 
@@ -35,6 +35,10 @@ A = "actor_rollout_ref.actor.checkpoint"
 C = "critic.enable=true"
 RESUME = "trainer.resume_mode=auto"
 STRATEGY = "actor_rollout_ref.actor.strategy"
+MERGED = "actor_rollout_ref.model.lora.merge=true"
+LIVE = f"{CONFIG_PATH}.drafting.live_tokens"
+VANILLA = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
+LORA = "actor_rollout_ref.model.lora_rank=8"
 NO_DRAFTS = f"{CONFIG_PATH}.drafting.enable=false"
 #: For each option of each row, in table order: preset, and overrides that only this option refuses.
 CASES = [
@@ -55,10 +59,7 @@ CASES = [
     ("histospec", [f"{E}.ubatch_size=2"]),
     ("full", [f"{E}.logits_processors=[my.Processor]", NO_DRAFTS]),
     ("histospec", [f"{E}.diffusion_config={{canvas_length: 8}}"]),
-    (
-        "full",
-        [f"{CONFIG_PATH}.drafting.live_tokens=1024", "data.max_prompt_length=512", "data.max_response_length=1024"],
-    ),
+    ("full", [f"{LIVE}=1024", "data.max_prompt_length=512", "data.max_response_length=1024"]),
     ("sorted", [f"{E}.tensor_parallel_size=2"]),
     ("full", [f"{E}.pipeline_parallel_size=2"]),
     ("full", [f"{E}.data_parallel_size=2"]),
@@ -68,35 +69,16 @@ CASES = [
     ("full", [f"actor_rollout_ref.model.path={MODELS}/nemotron_h"]),
     ("full", [f"actor_rollout_ref.model.path={MODELS}/qwen3_next", f"{R}.enable_prefix_caching=true"]),
     ("sorted", [f"{R}.data_parallel_size=2"]),
-    ("histospec", ["actor_rollout_ref.model.lora_rank=8", f"{R}.max_num_seqs=256", f"{R}.max_num_batched_tokens=8192"]),
-    (
-        "full",
-        [
-            "actor_rollout_ref.model.lora_rank=8",
-            "actor_rollout_ref.model.lora.merge=true",
-            SEPARATE,
-            f"{BACKEND}=delta_sharded",
-        ],
-    ),
-    (
-        "full",
-        [f"{STRATEGY}=megatron", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=true"],
-    ),
+    ("histospec", [LORA, f"{R}.max_num_seqs=256", f"{R}.max_num_batched_tokens=8192"]),
+    ("full", [LORA, MERGED, SEPARATE, f"{BACKEND}=delta_sharded"]),
+    ("full", [f"{STRATEGY}=megatron", LORA, MERGED]),
     ("histospec", [f"{STRATEGY}=fsdp", "actor_rollout_ref.model.lora.rank=8"]),
-    (
-        "full",
-        [
-            f"{STRATEGY}=megatron",
-            "actor_rollout_ref.actor.megatron.vanilla_mbridge=true",
-            "actor_rollout_ref.model.lora.rank=8",
-            "actor_rollout_ref.model.lora.merge=true",
-        ],
-    ),
+    ("full", [f"{STRATEGY}=megatron", f"{VANILLA}=true", "actor_rollout_ref.model.lora.rank=8", MERGED]),
     ("histospec", [f"{R}.agent.agent_loop_manager_class=null"]),
     ("full", ["trainer.v1.trainer_mode=my_async"]),
     ("sorted", [f"{R}.agent.agent_loop_manager_class=null"]),
-    ("full", [f"{R}.scheduling_policy=fcfs"]),
     ("full", [SEPARATE, f"{STEPS}=4"]),
+    ("full", [f"{R}.scheduling_policy=fcfs"]),
     ("sorted", [SEPARATE, "trainer.v1.separate_async.hybrid_rollout.enable_switch=true"]),
     ("full", ["trainer.v1.sampler.custom_sampler.path=mine.py"]),
     ("sorted", ["skip.rollout_tq.enable=true"]),
@@ -148,7 +130,7 @@ def test_each_option_of_each_row(
 
 @pytest.mark.parametrize("preset", PIPELINES)
 @pytest.mark.parametrize("mode", TOPOLOGIES)
-@pytest.mark.parametrize("stale", [0, 1, 2, 4])
+@pytest.mark.parametrize("stale", [0, 1, 4])
 def test_every_preset_works_in_every_trainer_mode_at_every_staleness(preset: str, mode: str, stale: int) -> None:
     assert refused(verl_config(preset, f"trainer.v1.trainer_mode={mode}", f"{K}={stale}")) == []
 
@@ -156,67 +138,62 @@ def test_every_preset_works_in_every_trainer_mode_at_every_staleness(preset: str
 @pytest.mark.parametrize(
     ("preset", "changes"),
     [
-        ("off", []),
-        ("histospec", []),
-        ("off", [f"{R}.name=sglang", f"{R}.data_parallel_size=2", "trainer.use_v1=false"]),
+        ("off", [f"{A}.async_save=true", f"{R}.name=sglang", f"{R}.data_parallel_size=2", "trainer.use_v1=false"]),
         ("off", [f"{E}.speculative_config={{method: ngram}}", f"{E}.data_parallel_size=2"]),
         # verl's own schedule
-        ("histospec", [f"{R}.calculate_log_probs=false", "actor_rollout_ref.actor.shuffle=true"]),
-        ("histospec", ["data.gen_batch_size=64", "skip.rollout_tq.enable=true", f"{R}.scheduling_policy=fcfs"]),
-        ("histospec", [SEPARATE, f"{STEPS}=4", "algorithm.adv_estimator=opo", f"{LOSS}=gpg"]),
-        ("histospec", [f"{R}.router_config_path=mine.yaml", f"{R}.full_determinism=true"]),
-        ("histospec", [f"{R}.data_parallel_size=2", NO_DRAFTS]),
-        ("histospec", [f"{QUEUE}=1000"]),
-        ("full", [f"{QUEUE}=1000", "transfer_queue.backend.storage_backend=MooncakeStore"]),
-        ("histospec", [f"{R}.mtp.enable=true", f"{R}.mtp.enable_rollout=false"]),
-        ("histospec", [f"{E}.async_scheduling=true", NO_DRAFTS]),
-        ("histospec", [SEPARATE, f"{BACKEND}=relay"]),
+        ("histospec", []),
+        (
+            "histospec",
+            [
+                *(f"{R}.calculate_log_probs=false", "actor_rollout_ref.actor.shuffle=true", "data.gen_batch_size=64"),
+                *("skip.rollout_tq.enable=true", f"{R}.scheduling_policy=fcfs", f"{QUEUE}=1000"),
+                *(f"{R}.router_config_path=mine.yaml", f"{R}.full_determinism=true"),
+                *(f"{R}.mtp.enable=true", f"{R}.mtp.enable_rollout=false"),
+            ],
+        ),
+        ("histospec", [SEPARATE, f"{STEPS}=4", "algorithm.adv_estimator=opo", f"{LOSS}=gpg", f"{BACKEND}=relay"]),
+        ("histospec", [SEPARATE, f"{BACKEND}=naive"]),  # verl checks it
         ("histospec", ["trainer.v1.trainer_mode=my_async", f"{BACKEND}=relay"]),
+        ("histospec", [NO_DRAFTS, f"{R}.data_parallel_size=2", f"{E}.async_scheduling=true"]),
+        ("full", [f"{QUEUE}=1000", "transfer_queue.backend.storage_backend=MooncakeStore"]),
         # on-policy: every token is the current policy's
         ("sorted", [f"{R}.enable_rollout_routing_replay=true", f"{R}.calculate_log_probs=false"]),
-        ("full", [f"{K}=0", "algorithm.adv_estimator=opo", f"{LOSS}=gpg"]),
-        ("full", [f"{K}=0", SEPARATE, f"{BACKEND}=nccl"]),
+        ("full", [f"{K}=0", "algorithm.adv_estimator=opo", f"{LOSS}=gpg", SEPARATE, f"{BACKEND}=nccl"]),
         # earlier policies' tokens, corrected
         ("full", [f"{LOSS}=gpg"]),
         ("full", [f"{LOSS}=gpg", f"{IS}=null", "algorithm.rollout_correction.rollout_rs=token_k1"]),
         ("full", [f"{LOSS}=bypass_mode", f"{OWN}.loss_type=reinforce", f"{OWN}.rollout_is=token"]),
         ("full", [f"{LOSS}=bypass_mode", f"{OWN}.loss_type=ppo_clip"]),
-        ("histospec", [SEPARATE, f"{BACKEND}=naive"]),  # verl checks it
         ("full", [f"{CONFIG_PATH}.scheduling.at_version=regenerate", f"{R}.enable_rollout_routing_replay=true"]),
-        ("full", ["algorithm.adv_estimator=gae", f"{CONFIG_PATH}.scheduling.unit=trajectory"]),
-        ("full", [SEPARATE, ELASTIC]),
+        ("full", [SEPARATE, ELASTIC, f"{CONFIG_PATH}.scheduling.at_version=finish"]),
         # LoRA: merged, as separate engines get it; or with room for drafts
-        ("histospec", ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=true"]),
-        ("full", ["actor_rollout_ref.model.lora_rank=8", SEPARATE]),
-        ("full", ["actor_rollout_ref.model.lora_rank=8", SEPARATE, f"{STRATEGY}=fsdp2"]),
+        ("histospec", [LORA, MERGED]),
+        ("full", [LORA, SEPARATE, f"{STRATEGY}=fsdp2"]),
         ("full", ["actor_rollout_ref.model.lora.rank=8", SEPARATE, f"{STRATEGY}=megatron"]),
-        ("full", ["actor_rollout_ref.model.lora_rank=8", f"{R}.max_num_seqs=64", f"{R}.max_num_batched_tokens=2112"]),
-        ("histospec", ["actor_rollout_ref.model.lora_rank=8", NO_DRAFTS]),
-        ("full", [SEPARATE, f"{CONFIG_PATH}.scheduling.at_version=finish"]),
+        ("full", [LORA, f"{R}.max_num_seqs=64", f"{R}.max_num_batched_tokens=2112"]),
+        ("histospec", [LORA, NO_DRAFTS]),
         ("full", [f"{CONFIG_PATH}.placement.policy=null", "data.gen_batch_size=1"]),
         ("full", ["actor_rollout_ref.model.path=no/folder"]),
         ("full", ["critic.checkpoint.async_save=true"]),  # no critic
         ("full", [f"{A}.load_contents=[hf_model]", "trainer.resume_mode=disable"]),
-        ("full", [f"{A}.load_contents=[hf_model]", f"{A}.save_contents=[model]", RESUME, f"{STRATEGY}=megatron"]),
-        ("full", [f"{A}.load_contents=[model,hf_model]", f"{A}.save_contents=[model]", RESUME]),
+        (
+            "full",
+            [f"{A}.load_contents=[hf_model]", RESUME, f"{STRATEGY}=megatron", "trainer.default_hdfs_dir=hdfs://a"],
+        ),
         ("full", [f"{A}.load_contents=[model,extra]", f"{A}.save_contents=[model]", "trainer.resume_mode=resume_path"]),
-        ("full", ["trainer.default_hdfs_dir=hdfs://a/b", f"{STRATEGY}=megatron"]),
-        ("off", [f"{A}.async_save=true"]),
         ("sorted", [f"{E}.scheduling_policy=priority", f"{E}.ubatch_size=1", f"{E}.scheduler_cls=null"]),
-        *((preset, [f"actor_rollout_ref.model.path={MODELS}/qwen3_next", NO_DRAFTS]) for preset in PIPELINES),
+        ("full", [f"actor_rollout_ref.model.path={MODELS}/qwen3_next", NO_DRAFTS]),
     ],
 )
 def test_valid_configs_are_not_refused(preset: str, changes: list[str]) -> None:
     assert refused(verl_config(preset, *changes)) == []
 
 
-@pytest.mark.parametrize("replay", [True, False])
-def test_with_replayed_expert_routes_no_response_continues(replay: bool) -> None:
+def test_with_replayed_expert_routes_no_response_continues() -> None:
     """A request returns the routes of its own tokens only."""
-    config = verl_config("sorted", f"actor_rollout_ref.rollout.enable_rollout_routing_replay={replay}")
-    rules = of_config(config, config_tree.from_verl(config))
-    assert rules is not None
-    assert rules.keeps != replay
+    for replay in (True, False):
+        config = verl_config("sorted", f"{R}.enable_rollout_routing_replay={replay}")
+        assert of_config(config, config_tree.from_verl(config)).keeps != replay  # type: ignore[union-attr]
 
 
 def test_a_bypass_mode_loss_without_importance_weights_is_refused() -> None:
@@ -232,33 +209,24 @@ def test_only_the_listed_losses_have_no_ratio_to_the_sampling_policy() -> None:
     from verl.workers.config import ActorConfig
     from verl.workers.config.actor import PolicyLossConfig
 
-    free = set()
-    for name in POLICY_LOSS_REGISTRY:
-        if name == "bypass_mode":  # it calls one of the other losses, by its own config
-            continue
-        actor = ActorConfig(
-            strategy="fsdp",
-            rollout_n=1,
-            ppo_micro_batch_size_per_gpu=1,
-            policy_loss=PolicyLossConfig(loss_mode=name, dro_beta=1.0),
-        )
-        gradients = []
-        for old in (-1.0, -1.1):
-            now = torch.full((2, 4), -1.05, requires_grad=True)
-            advantages, mask = torch.tensor([[1.0] * 4, [-1.0] * 4]), torch.ones(2, 4)
-            loss, _ = get_policy_loss_fn(name)(torch.full((2, 4), old), now, advantages, mask, config=actor)
-            loss.backward()
-            gradients.append(now.grad)
-        if torch.equal(*gradients):
-            free.add(name)
+    def gradient(name: str, old: float) -> torch.Tensor:
+        loss = PolicyLossConfig(loss_mode=name, dro_beta=1.0)
+        actor = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=loss)
+        now = torch.full((2, 4), -1.05, requires_grad=True)
+        advantages, mask = torch.tensor([[1.0] * 4, [-1.0] * 4]), torch.ones(2, 4)
+        get_policy_loss_fn(name)(torch.full((2, 4), old), now, advantages, mask, config=actor)[0].backward()
+        return now.grad
+
+    others = POLICY_LOSS_REGISTRY.keys() - {"bypass_mode"}  # it calls one of them, by its own config
+    free = {name for name in others if torch.equal(gradient(name, -1.0), gradient(name, -1.1))}
     assert free == set(predicates.RATIO_FREE_LOSSES)
 
 
-@pytest.mark.parametrize("name", ["pipeline-parallel-size", "pipe", "speculative_config.method", "spec"])
-def test_an_engine_option_is_found_in_every_spelling_of_its_name(name: str) -> None:
-    tree = verl_config("histospec")
-    tree.actor_rollout_ref.rollout.engine_kwargs = {"vllm": {name: 2}}
-    assert refused(tree)
+def test_an_engine_option_is_found_in_every_spelling_of_its_name() -> None:
+    for name in ("pipeline-parallel-size", "pipe", "speculative_config.method"):
+        tree = verl_config("histospec")
+        tree.actor_rollout_ref.rollout.engine_kwargs = {"vllm": {name: 2}}
+        assert refused(tree), name
 
 
 @pytest.mark.parametrize(
@@ -276,20 +244,12 @@ def test_groups_that_are_compared_are_not_split(changes: list[str], is_refused: 
     assert ["splits groups" in str(refusal) for refusal in refusals] == [True] * is_refused
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("sorted", "did not find its config group; .* not installed in verl's environment"),
-        (
-            "histospeck",
-            r"no such preset; use \+rhyme=full or .*=histopipe or .*=histospec or .*=sorted or .*=stream, or",
-        ),
-    ],
-)
-def test_a_config_group_that_hydra_did_not_find(name: str, words: str) -> None:
-    refusal = combinations.group_not_found(name)
-    assert f"+rhyme={name}" in refusal.detail
-    assert re.search(words, str(refusal))
+def test_a_config_group_that_hydra_did_not_find() -> None:
+    for name, words in (
+        ("sorted", "rhyme: +rhyme=sorted did not find its config group -> verl-rhyme is not installed"),
+        ("histospeck", "rhyme: +rhyme=histospeck: no such preset -> use +rhyme=full or "),
+    ):
+        assert str(combinations.group_not_found(name)).startswith(words)
 
 
 def test_the_document_shows_the_table() -> None:

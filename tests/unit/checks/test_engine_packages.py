@@ -1,27 +1,25 @@
 """The packages of a training engine are checked before the run; a CPU run needs none."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 from verl_rhyme.checks.preflight import machine_checks
-from verl_rhyme.checks.preflight.plan import Plan
 
 
-def plan(strategy: str, device: str = "cuda") -> Plan:
-    found = object.__new__(Plan)
-    for name, value in (("strategy", strategy), ("device", device)):
-        object.__setattr__(found, name, value)
-    return found
+def plan(strategy: str, device: str = "cuda") -> Any:
+    return SimpleNamespace(strategy=strategy, device=device)
 
 
-def config(vanilla_mbridge: bool = True, attention: str = "flash", implementation: str | None = None):
-    model = {} if implementation is None else {"override_config": {"attn_implementation": implementation}}
+def config(vanilla_mbridge: bool = True, attention: str = "flash", **override: str) -> Any:
     megatron = {
         "vanilla_mbridge": vanilla_mbridge,
         "override_transformer_config": {"attention_backend": attention},
     }
+    model = {"override_config": override}
     return OmegaConf.create({"actor_rollout_ref": {"actor": {"megatron": megatron}, "model": model}})
 
 
@@ -35,8 +33,9 @@ def test_packages_of_each_engine() -> None:
     assert required(config(attention="fused"), "megatron") == megatron[:3]
     assert required(config(vanilla_mbridge=False), "megatron")[1] == "megatron.bridge"
     assert required(config(), "fsdp2") == required(config(), "fsdp") == ["flash_attn"]
-    assert required(config(implementation="sdpa"), "fsdp2") == []
+    assert required(config(attn_implementation="sdpa"), "fsdp2") == []
     assert required(config(), "torchtitan") == []
+    assert list(machine_checks.engine(config(), plan("megatron", device="cpu"), imports=True)) == []
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,3 @@ def test_packages_are_imported_in_a_process_of_their_own(
     assert {check.status for check in found} == {"fail" if broken else "ok"}
     assert words in found[-1].detail
     assert not broken or "bash requirements/build.sh" in found[-1].remedy
-
-
-def test_a_cpu_run_requires_no_packages() -> None:
-    assert list(machine_checks.engine(config(), plan("megatron", device="cpu"), imports=True)) == []

@@ -18,20 +18,13 @@ def test_the_trainer_mode_selects_backend_and_engines(mode, carrier, hybrid):
     assert (OmegaConf.select(config, BACKEND), config.actor_rollout_ref.hybrid_engine) == (carrier, hybrid)
 
 
-def test_an_override_wins():
-    config = compose(["+rhyme=full", "trainer.v1.trainer_mode=separate_async", f"{BACKEND}=nccl"])
+def test_an_override_wins_a_quotient_is_whole_and_an_invalid_run_has_a_name():
+    config = compose(
+        [
+            *("+rhyme=full", "trainer.v1.trainer_mode=separate_async", f"{BACKEND}=nccl"),
+            *(f"{CONFIG_PATH}.max_staleness=-1", "trainer.experiment_name=${rhyme.preset:}"),
+            *("trainer.nnodes=${rhyme.quotient:512,30}", "trainer.save_freq=${rhyme.quotient:512,0}"),
+        ]
+    )
     assert OmegaConf.select(config, BACKEND) == "nccl"
-
-
-@pytest.mark.parametrize(
-    ("override", "nodes"),
-    [("trainer.nnodes=${rhyme.quotient:512,32}", 16), ("trainer.nnodes=${rhyme.quotient:512,0}", 512)],
-)
-def test_a_quotient_is_a_whole_number(override, nodes):
-    assert compose([override]).trainer.nnodes == nodes
-
-
-@pytest.mark.parametrize(("staleness", "name"), [("2", "full-k2"), ("-1", "invalid")])
-def test_a_run_is_named_after_its_preset(staleness, name):
-    named = "trainer.experiment_name=${rhyme.preset:}"
-    assert compose(["+rhyme=full", f"{CONFIG_PATH}.max_staleness={staleness}", named]).trainer.experiment_name == name
+    assert (config.trainer.experiment_name, config.trainer.nnodes, config.trainer.save_freq) == ("invalid", 17, 512)

@@ -62,7 +62,6 @@ def test_train_and_evaluate(run, tmp_path) -> None:
     [
         (["train", "{empty}", "--out", "{empty}"], "events.responses=true"),
         (["train", "{run}", "--out", "{empty}", "--model", "{empty}"], "config.json"),
-        (["train", "{run}", "--out", "{empty}", "--rate", "0"], "positive rate"),
         (["train", "{run}", "--out", "{empty}", "--test", "2"], "--test"),
         (["evaluate", "{run}", "{empty}"], "no length ranker"),
     ],

@@ -37,36 +37,24 @@ def test_defaults_survive_a_round_trip():
     assert parse(RhymeConfig().to_dict()) == RhymeConfig()
     pipeline = RhymeConfig(max_staleness=2)
     assert parse(pipeline.to_dict()) == pipeline
-
-
-def test_no_tree_and_enable_false_are_stock_verl():
-    assert parse(None) is None
-    assert parse({"enable": False, "drafting": {"max_tokens": 8}}) is None
+    assert parse(None) is parse({"enable": False, "drafting": {"max_tokens": 8}}) is None, "stock verl"
 
 
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
         ("drafting.flor", 0.1, "unknown key .*drafting.flor: did you mean .*drafting.floor"),
-        ("histroy", {}, "histroy: did you mean .*history"),
         ("zzz", 1, "known here: .*drafting"),
         ("drafting.max_tokens", "many", "must be int, not 'many'"),
-        ("drafting.max_tokens", 129, "from 1 to 128"),
         ("drafting", 3, "must be a mapping"),
         ("drafting.policy", "papr", "adaptive or paper, not 'papr'; did you mean paper"),
         ("history.max_bytes", 10, "1 MiB"),
         ("history.epochs", 0, "at least 1"),
-        ("max_staleness", -1, "null, or at least 0"),
-        ("max_staleness", 0.5, "must be int or null, not 0.5"),
         ("scheduling.in_flight", 0.9, "null, or at least 1, not 0.9"),
         ("scheduling.in_flight", float("inf"), "must be finite"),
         ("scheduling.put_off", 1, "at least 0 and below 1"),
-        ("scheduling.refill", 3, "always or when_empty or null, not 3"),
         ("scheduling.order", 0.5, "null, 0 or 1"),
-        ("scheduling.lost_after", 0, "above 0"),
-        ("scheduling.tool_timeout", -1, "above 0"),
         ("streaming.part", 0, "null, or above 0 and at most 1"),
-        ("streaming.elastic.min_replicas", 0, "null, or at least 1"),
         ("streaming.elastic", {"min_replicas": 3, "max_replicas": 2}, r"at least streaming.elastic.min_replicas \(3\)"),
         ("streaming.elastic.max_replicas", 2, r"min_replicas \(null\)"),
         ("placement.policy", "histopip", "longest_first, histopipe.*did you mean histopipe"),
@@ -77,14 +65,10 @@ def test_no_tree_and_enable_false_are_stock_verl():
         ("placement", {"policy": "histopipe", "options": {"migrate": "no"}}, "migrate must be bool, not 'no'"),
         ("lengths.ranker", "folder", "null without max_staleness"),
         ("weights.site_label", "", "must be str or null, not empty"),
-        ("history.dir", "", "must be str or null, not empty"),
-        ("events.dir", "", "must be str or null, not empty"),
         ("events", {"enable": False, "responses": True}, "events.responses must be false with events.enable=false"),
         ("drafting.max_batch_tokens", 0, "null or at least 1 .*drafting.enable=false"),
         ("drafting", {"policy": "paper", "floor": 0.2}, "floor must be 0.05 .its default. with policy=paper"),
         ("drafting", {"policy": "paper", "max_tokens": 128}, "max_tokens must be at most 32 with policy=paper"),
-        ("drafting", {"policy": "paper", "plan_threads": 2}, "plan_threads must be null .its default. with"),
-        ("streaming.part", 0.5, r"rhyme.streaming.part needs the pipeline: use \+rhyme=full"),
         ("scheduling", {"order": 0, "in_flight": 2}, "in_flight, .*scheduling.order need the pipeline"),
         ("streaming.elastic.min_replicas", 1, "elastic.min_replicas needs the pipeline"),
     ],
@@ -126,26 +110,20 @@ def test_the_command_lists_all_options():
 
 @pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "off"])
 def test_a_preset_sets_exactly_its_mapping(preset):
-    assert config_tree.from_verl(compose([f"+rhyme={preset}"])) == parse(presets.tree(preset))
+    found = compose([f"+rhyme={preset}"])
+    assert config_tree.from_verl(found) == parse(presets.tree(preset))
+    assert found.trainer.v1.trainer_mode == ("separate_async" if preset == "stream" else "sync"), "the user's"
+    if preset in PIPELINES:
+        assert found.trainer.v1.separate_async.parameter_sync_step == 1
+        assert found.actor_rollout_ref.rollout.scheduling_policy == "priority"
 
 
 def test_overrides_of_a_preset_need_no_plus():
     ours = ["max_staleness=2", "streaming.part=0.5", "placement.policy=histopipe", "history.epochs=2"]
     changes = [f"{CONFIG_PATH}.{change}" for change in ours] + [f"+{CONFIG_PATH}.placement.options.tail=0.2"]
-    found = compose(["+rhyme=full", "trainer.v1.trainer_mode=separate_async", *changes])
-    assert found.trainer.v1.trainer_mode == "separate_async"
-    rhyme = config_tree.from_verl(found)
+    rhyme = config_tree.from_verl(compose(["+rhyme=full", *changes]))
     assert (rhyme.max_staleness, rhyme.streaming.part, rhyme.history.epochs) == (2, 0.5, 2)
     assert (rhyme.placement.policy, rhyme.placement.options) == ("histopipe", {"tail": 0.2})
-
-
-def test_pipeline_presets_keep_the_users_trainer_mode():
-    for preset in PIPELINES:
-        found = compose([f"+rhyme={preset}"])
-        separate = preset == "stream"
-        assert found.trainer.v1.trainer_mode == ("separate_async" if separate else compose([]).trainer.v1.trainer_mode)
-        assert found.trainer.v1.separate_async.parameter_sync_step == 1
-        assert found.actor_rollout_ref.rollout.scheduling_policy == "priority"
 
 
 # ---- options of a policy match its class ----

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme.checks import doctor
+from verl_rhyme.checks import doctor, loss
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.checks.preflight import (
     components,
@@ -57,10 +57,9 @@ def examine(
     checks = [
         *config_checks.rhyme(config, plan),
         *values.choices(config),
-        *config_checks.loss(config, plan),
-        *config_checks.placement(plan),
+        *loss.warnings(config, plan.rules),
         *config_checks.weights(config),
-        *config_checks.parallel(plan, model),
+        *config_checks.parallel(plan),
         *config_checks.batches(config, plan),
         *config_checks.load(config, plan),
         *config_checks.rollout(config, plan),

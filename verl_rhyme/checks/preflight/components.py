@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from verl_rhyme.checks.doctor import FAIL, OK, Check
 from verl_rhyme.checks.preflight import user_code
+from verl_rhyme.checks.preflight.compose import verl_folder
 from verl_rhyme.config.checks import nearest
 from verl_rhyme.config.presets import leaves
 
@@ -141,9 +142,7 @@ def _agent_loops(config: Any) -> Iterator[Check]:
 
 def _config_file(path: str) -> Path | None:
     """Return the file that verl's ``resolve_config_path`` finds: below the working folder or verl's own."""
-    spec = importlib.util.find_spec("verl")
-    roots = [Path(), *(Path(place).parent for place in (spec and spec.submodule_search_locations) or ())]
-    return next((root / path for root in roots if (root / path).is_file()), None)
+    return next((root / path for root in (Path(), verl_folder().parent) if (root / path).is_file()), None)
 
 
 def _loggers(config: Any) -> Iterator[Check]:

@@ -29,7 +29,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_rhyme.config import CONFIG_PATH, ConfigError, options
+from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, options
 
 _ABSENT = object()
 #: File of verl's ``@hydra.main``, and the config path and name that it sets.
@@ -47,7 +47,7 @@ def compose(arguments: Sequence[str]) -> DictConfig:
     args = parser.parse_intermixed_args(list(arguments))
     if args.multirun:
         raise ConfigError("--multirun is not supported: pass the overrides of a single run")
-    main = _verl() / _MAIN
+    main = verl_folder() / _MAIN
     state = GlobalHydra.instance(), HydraConfig.instance().cfg
     previous = state[0].hydra
     try:
@@ -67,7 +67,7 @@ def compose(arguments: Sequence[str]) -> DictConfig:
             try:
                 config = hydra.compose_config(name, args.overrides, RunMode.RUN, with_log_configuration=False)
             except HydraException as error:
-                raise ConfigError(message(error, hydra, name, args.overrides)) from error
+                raise ConfigError(message(error, name, args.overrides)) from error
         HydraConfig.instance().set_config(config)  # ${hydra:...} reads it
         config = hydra.get_sanitized_cfg(config, "job")
         OmegaConf.resolve(config)
@@ -89,13 +89,13 @@ def compose(arguments: Sequence[str]) -> DictConfig:
 @functools.cache
 def defaults(strategy: str) -> dict[str, Any]:
     """Return verl's unresolved default config for an ``actor.strategy``, from the file that verl generates."""
-    folder = _verl() / "trainer" / _CONFIG_PATH
+    folder = verl_folder() / "trainer" / _CONFIG_PATH
     own = folder / f"_generated_ppo_{strategy}_trainer.yaml"  # FSDP has no file of its own
     found = OmegaConf.load(own if own.is_file() else folder / f"_generated_{_CONFIG_NAME}.yaml")
     return OmegaConf.to_container(found, resolve=False)  # type: ignore[return-value]
 
 
-def message(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[str]) -> str:
+def message(error: HydraException, name: str, overrides: Sequence[str]) -> str:
     """Return an error of composition in one line; for an unknown key, with the nearest known key."""
     text = _one_line(error)
     if isinstance(error, OverrideParseException):
@@ -116,17 +116,16 @@ def message(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[
     if given in {each.name for each in options()}:
         return f"{wrong[0]}: unknown key; did you mean {CONFIG_PATH}.{given}?"
     parent, _, leaf = str(key).rpartition(".")
-    try:
-        rest = [override for override in overrides if override not in wrong]
-        config = hydra.compose_config(name, rest, RunMode.RUN, with_log_configuration=False)
-        known = OmegaConf.select(config, parent) if parent else config
-        near = difflib.get_close_matches(leaf, [str(name) for name in known], n=1, cutoff=0.5)
-        below = re.split("[=@]", wrong[0].removeprefix(str(key)), maxsplit=1)[0]
-        if not near or (below and OmegaConf.select(known, near[0] + below, default=_ABSENT) is _ABSENT):
-            return text
-    except (HydraException, OmegaConfBaseException, TypeError):  # another override is also wrong
+    known = OmegaConf.create(defaults("megatron" if "model_engine=megatron" in overrides else "fsdp"))
+    OmegaConf.update(known, CONFIG_PATH, RhymeConfig().to_dict(), force_add=True)
+    section = OmegaConf.select(known, parent) if parent else known
+    names = map(str, section) if OmegaConf.is_dict(section) else ()
+    near = difflib.get_close_matches(leaf, list(names), n=1, cutoff=0.5)
+    below = re.split("[=@]", wrong[0].removeprefix(str(key)), maxsplit=1)[0]
+    found = ".".join(filter(None, [parent, *near])) + below
+    if not near or OmegaConf.select(known, found, default=_ABSENT) is _ABSENT:
         return text
-    return f"{wrong[0]}: unknown key; did you mean {parent}{'.' if parent else ''}{near[0]}{below}?"
+    return f"{wrong[0]}: unknown key; did you mean {found}?"
 
 
 def _one_line(error: BaseException) -> str:
@@ -155,7 +154,8 @@ def _packages_of_verl() -> Iterator[None]:
             del sys.modules[name]
 
 
-def _verl() -> Path:
+def verl_folder() -> Path:
+    """Return verl's folder; raises ConfigError if it is not installed."""
     found = importlib.util.find_spec("verl")  # imports nothing
     if found is None or not found.submodule_search_locations:
         raise ConfigError("verl is not installed, but the config needs verl's defaults: install verl==0.9.1")

@@ -1,22 +1,20 @@
-"""Checks of a config that do not depend on the machine, among them what verl and vLLM assert later."""
+"""Checks of a config that do not depend on the machine: what verl and vLLM find late, or not at all."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from verl_rhyme.checks import combinations
-from verl_rhyme.checks import loss as losses
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, verdict
 from verl_rhyme.checks.preflight import values
 from verl_rhyme.checks.preflight.plan import Plan, sequence_tokens
 from verl_rhyme.config import ConfigError, RhymeConfig, config_tree, training_order
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
 from verl_rhyme.config.run_name import run_name
-from verl_rhyme.planning.architecture import Architecture
 from verl_rhyme.router import router_file
 from verl_rhyme.weights import BACKEND as RELAY
 
@@ -24,22 +22,18 @@ _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def rhyme(config: Any, plan: Plan | None) -> Iterator[Check]:
-    name = "rhyme"
     if isinstance(config.get("rhyme"), str):
-        refusal = combinations.group_not_found(config.rhyme)
-        yield Check(name, FAIL, refusal.detail, refusal.remedy)
+        yield combinations.group_not_found(config.rhyme)
         return
-    refusals: list[combinations.Refusal] = []
+    refused: list[Check] = []
     try:
         tree = config_tree.from_verl(config)
-        refusals += combinations.refusals(config, tree)
+        refused += combinations.refusals(config, tree)
         if tree is not None:
             router_file.check(tree.placement)
     except ConfigError as error:
-        refusals.append(combinations.Refusal(str(error)))
-    yield from (Check(name, FAIL, refusal.detail, refusal.remedy) for refusal in refusals)
-    if not refusals:
-        yield Check(name, OK, _summary(plan) if plan else "")
+        refused.append(Check("rhyme", FAIL, str(error)))
+    yield from refused or [Check("rhyme", OK, _summary(plan) if plan else "")]
 
 
 def _summary(plan: Plan) -> str:
@@ -99,18 +93,6 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
     yield verdict("load", ok, detail, remedy, otherwise=WARN)
 
 
-def loss(config: Any, plan: Plan) -> Iterator[Check]:
-    yield from (Check("loss", WARN, each.detail, each.remedy) for each in losses.warnings(config, plan.rules))
-
-
-def placement(plan: Plan) -> Iterator[Check]:
-    policy = None if plan.rhyme is None else plan.rhyme.placement.policy
-    if policy is not None and plan.replicas == 1:
-        detail = f"placement.policy={policy} has no effect with a single replica"
-        remedy = f"add replicas: more GPUs, or a lower {_R}.tensor_model_parallel_size"
-        yield Check("placement", WARN, detail, remedy)
-
-
 def weights(config: Any) -> Iterator[Check]:
     """Check the options of the relay; training workers read them after loading the model."""
     key = f"{_R}.checkpoint_engine.engine_kwargs.{RELAY}"
@@ -119,120 +101,68 @@ def weights(config: Any) -> Iterator[Check]:
         yield Check("weights", FAIL, f"{key}={given}: the relay takes only folder=PATH", f"set {key}.folder")
 
 
-def parallel(plan: Plan, model: Architecture | None) -> Iterator[Check]:
-    """Check GPU counts and model sizes against the parallel sizes, as Megatron, Ulysses and vLLM require."""
-    problems: list[tuple[str, str]] = []
-    mesh = "tensor x pipeline x context parallel" if plan.strategy == "megatron" else "Ulysses sequence parallel"
-    if plan.train_gpus < 1 or plan.train_gpus % plan.model_parallel:
-        detail = f"{plan.train_gpus} training GPUs are not a multiple of {mesh} = {plan.model_parallel}"
-        problems.append((detail, "change trainer.nnodes, trainer.n_gpus_per_node or the parallel sizes"))
-    shards = plan.training.shards if plan.training and plan.training.engine == "fsdp" else 1
-    if plan.train_gpus % shards:
-        detail = f"{plan.train_gpus} training GPUs are not a multiple of fsdp_size = {shards}"
-        problems.append((detail, f"set {_A}.fsdp_config.fsdp_size to a divisor, or to -1 for all"))
-    pools = {"rollout": plan.train_gpus} if plan.colocated else {}
-    if plan.standalone:
-        pools["standalone rollout"] = plan.rollout_gpus
-    for pool, held in pools.items():
-        if held % plan.replica_gpus:  # :func:`batches` reports an empty pool
-            detail = (
-                f"{held} {pool} GPUs are not a multiple of the {plan.replica_gpus} GPUs of a replica; verl would leave "
-                "some idle"
-            )
-            problems.append((detail, f"change the GPU count or {_R}.tensor_model_parallel_size"))
-    if model:
-        problems += list(_model_sizes(plan, model))
+def parallel(plan: Plan) -> Sequence[Check]:
+    """Check GPU counts against the parallel sizes; the engines name model sizes that these do not divide."""
     sizes = (
         f"{plan.train_gpus} training GPUs: data parallel {plan.data_parallel} x model parallel {plan.model_parallel}; "
         f"{plan.replicas} rollout replicas of {plan.replica_gpus}"
     )
     if plan.standalone:
         sizes += f", with {plan.rollout_gpus} separate rollout GPUs"
-    yield from _report("parallel sizes", problems, sizes)
+    return _report("parallel sizes", [*_gpu_counts(plan)], sizes)
 
 
-def _report(name: str, problems: list[tuple[str, str]], passed: str) -> Iterator[Check]:
-    yield from (Check(name, FAIL, *problem) for problem in problems)
-    if not problems:
-        yield Check(name, OK, passed)
+def _report(name: str, problems: Sequence[tuple[str, str]], passed: str) -> Sequence[Check]:
+    return [Check(name, FAIL, *problem) for problem in problems] or [Check(name, OK, passed)]
 
 
-def _model_sizes(plan: Plan, model: Architecture) -> Iterator[tuple[str, str]]:
-    training, rollout = plan.training, plan.rollout
-    split = [("vLLM", rollout.tp, f"{_R}.tensor_model_parallel_size", {"MLP columns": model.ffn})]
-    layers = ("vLLM", model.layers < rollout.pp, rollout.pp, f"{_R}.pipeline_model_parallel_size")
-    if training and training.engine == "megatron":
-        columns = {"MLP columns": model.ffn, "vocabulary entries": model.vocab}
-        split.append(("Megatron", training.tp, f"{_A}.megatron.tensor_model_parallel_size", columns))
-        if model.layers % training.pp:
-            option = f"{_A}.megatron.pipeline_model_parallel_size"
-            layers = ("Megatron", True, training.pp, option)
-    elif training and model.heads % plan.model_parallel:
-        detail = f"Ulysses: {model.heads} attention heads are not divisible by {plan.model_parallel}"
-        yield detail, f"set {_A}.ulysses_sequence_parallel_size to a divisor of {model.heads}"
-    for engine, tp, option, columns in split:
-        for parts, size in {"attention heads": model.heads, **columns}.items():
-            if size % tp:
-                yield f"{engine}: {size} {parts} are not divisible by {tp}", f"set {option} to a divisor of {size}"
-        if model.kv_heads % tp and tp % model.kv_heads:
-            yield f"{engine}: neither of {model.kv_heads} key heads and tp={tp} divides the other", f"change {option}"
-    engine, wrong, stages, option = layers
-    if wrong:
-        yield f"{engine}: {model.layers} layers cannot be split into {stages} pipeline stages", f"lower {option}"
+def _gpu_counts(plan: Plan) -> Iterator[tuple[str, str]]:
+    mesh = "tensor x pipeline x context parallel" if plan.strategy == "megatron" else "Ulysses sequence parallel"
+    if plan.train_gpus < 1 or plan.train_gpus % plan.model_parallel:
+        detail = f"{plan.train_gpus} training GPUs are not a multiple of {mesh} = {plan.model_parallel}"
+        yield detail, "change trainer.nnodes, trainer.n_gpus_per_node or the parallel sizes"
+    shards = plan.training.shards if plan.training and plan.training.engine == "fsdp" else 1
+    if plan.train_gpus % shards:
+        detail = f"{plan.train_gpus} training GPUs are not a multiple of fsdp_size = {shards}"
+        yield detail, f"set {_A}.fsdp_config.fsdp_size to a divisor, or to -1 for all"
+    pools = {"rollout": plan.train_gpus} if plan.colocated else {}
+    if plan.standalone:
+        pools["standalone rollout"] = plan.rollout_gpus
+    for pool, held in pools.items():
+        if held % plan.replica_gpus:
+            detail = f"{held} {pool} GPUs are not a multiple of the {plan.replica_gpus} GPUs of a replica"
+            yield f"{detail}; verl would leave some idle", f"change the count or {_R}.tensor_model_parallel_size"
 
 
 def batches(config: Any, plan: Plan) -> Iterator[Check]:
     """Check sizes against each other, as verl asserts in its workers; its check before Ray starts has others."""
-    problems: list[tuple[str, str]] = []
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    batch, mini = int(config.data.train_batch_size), int(actor.ppo_mini_batch_size)
-    n, dp = int(rollout.n), plan.data_parallel
+    actor, n = config.actor_rollout_ref.actor, int(config.actor_rollout_ref.rollout.n)
+    batch, mini, dp = int(config.data.train_batch_size), int(actor.ppo_mini_batch_size), plan.data_parallel
+    estimator = str(config.algorithm.adv_estimator)
+    if n == 1 and estimator in values.GROUP_ESTIMATORS:
+        detail = f"{_R}.n=1 with algorithm.adv_estimator={estimator}, which compares the samples of a prompt"
+        yield Check("batches", WARN, detail, f"set {_R}.n=8, for example, or another algorithm.adv_estimator")
+    problems = []
+    mode = config.trainer.v1.trainer_mode
+    if mode != "separate_async" and not plan.colocated:
+        remedy = "set trainer.v1.trainer_mode=separate_async, or hybrid_engine=true"
+        problems.append((f"actor_rollout_ref.hybrid_engine=false with trainer_mode={mode}", remedy))
     if batch % mini:
         detail = f"data.train_batch_size={batch} is not a multiple of ppo_mini_batch_size={mini}"
         problems.append((detail, "change one of them"))
     elif mini * n % dp:
         detail = f"a mini-batch of {mini} x {n} responses is not divisible by {dp} data-parallel ranks"
         problems.append((detail, f"change {_A}.ppo_mini_batch_size or {_R}.n"))
-    estimator = str(config.algorithm.adv_estimator)
-    if n == 1 and estimator in values.GROUP_ESTIMATORS:
-        detail = f"{_R}.n=1 with algorithm.adv_estimator={estimator}, which compares the samples of a prompt"
-        yield Check("batches", WARN, detail, f"set {_R}.n=8, for example, or another algorithm.adv_estimator")
     if actor.use_dynamic_bsz and int(actor.ppo_max_token_len_per_gpu) * _split(plan) < sequence_tokens(config):
         detail = f"ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} is below the longest prompt and response"
         problems.append((detail, f"raise it to {-(-sequence_tokens(config) // _split(plan))} or more"))
-    problems += _modes(config, batch, mini)
-    steps = "" if problems else f"{batch // mini} optimizer steps, each of {mini * n // dp} responses per rank"
-    yield from _report("batches", problems, f"{batch} prompts x {n} in {steps}")
+    passed = f"{batch} prompts x {n} in {batch // mini} optimizer steps, each of {mini * n // dp} responses per rank"
+    yield from _report("batches", problems, passed)
 
 
 def _split(plan: Plan) -> int:
     """Return the number of GPUs that share one sequence."""
     return plan.training.cp if plan.training and plan.training.engine == "megatron" else plan.model_parallel
-
-
-def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
-    rollout, mode = config.actor_rollout_ref.rollout, config.trainer.v1.trainer_mode
-    if mode != "separate_async":
-        if not config.actor_rollout_ref.get("hybrid_engine", True):
-            remedy = "set trainer.v1.trainer_mode=separate_async, or hybrid_engine=true"
-            yield f"actor_rollout_ref.hybrid_engine=false with trainer_mode={mode}", remedy
-        return
-    steps = int(config.trainer.v1.separate_async.parameter_sync_step)
-    pipeline = values.asks_for_pipeline(config)  # the pipeline syncs weights once per training step
-    if batch != steps * mini and not pipeline:
-        detail = f"data.train_batch_size={batch} is not parameter_sync_step={steps} x ppo_mini_batch_size={mini}"
-        yield detail, "change one of them: separate_async requires that they are equal"
-    if int(rollout.nnodes) < 1 or int(rollout.n_gpus_per_node) < 1:
-        yield "separate_async without a rollout pool", f"set {_R}.nnodes and {_R}.n_gpus_per_node"
-    if rollout.checkpoint_engine.backend == "naive" and not pipeline:  # else combinations.TABLE refuses it
-        remedy = "set it to relay (with rhyme), nccl, nixl or mooncake"
-        yield f"{_R}.checkpoint_engine.backend=naive with separate_async", remedy
-    reward = config.reward.reward_model
-    if reward.enable and not reward.enable_resource_pool:
-        yield (
-            "reward.reward_model shares GPUs with engines that never sleep (separate_async)",
-            "set reward.reward_model.enable_resource_pool=true",
-        )
 
 
 def rollout(config: Any, plan: Plan) -> Iterator[Check]:
@@ -241,13 +171,7 @@ def rollout(config: Any, plan: Plan) -> Iterator[Check]:
     if serving.max_model_len < longest:
         detail = f"max_model_len={serving.max_model_len} is below prompt + response = {longest}"
         problems.append((detail, f"raise {_R}.max_model_len, or lower data.max_response_length"))
-    if not config.actor_rollout_ref.rollout.enable_chunked_prefill and budget < serving.max_model_len:
-        detail = f"max_num_batched_tokens={budget} < max_model_len without chunked prefill"
-        problems.append((detail, f"raise it, or set {_R}.enable_chunked_prefill=true"))
-    if budget < requests:
-        detail = f"max_num_batched_tokens={budget} is below max_num_seqs={requests}"
-        problems.append((detail, f"raise {_R}.max_num_batched_tokens"))
-    elif serving.draft_bytes and budget < 2 * requests:
+    if serving.draft_bytes and budget < 2 * requests:
         detail = f"max_num_batched_tokens={budget} leaves no room for draft tokens with max_num_seqs={requests}"
         yield Check("rollout", WARN, detail, f"raise {_R}.max_num_batched_tokens above {2 * requests}")
     yield from _report("rollout", problems, f"{serving.max_model_len} tokens per request, {budget} per step")

@@ -113,8 +113,7 @@ def resume(config: Any) -> Iterator[Check]:
 def claim(config: Any, notes: Mapping[str, str] | None = None) -> None:
     """Lock the folder and mark it as this run's, unless it is already marked so.
 
-    Raises ConfigError, and changes nothing, if it belongs to another run or cannot be written; FolderInUse if a run
-    uses it now.
+    Raises ConfigError, and changes nothing, if it belongs to another run, is in use or cannot be written.
     """
     if problem := refusal(config, notes):
         raise ConfigError(f"{problem} -> {REMEDY}")

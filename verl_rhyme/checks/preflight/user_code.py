@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import inspect
 import os
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_rhyme.checks.doctor import FAIL, WARN, Check
+from verl_rhyme.checks.preflight.compose import verl_folder
 from verl_rhyme.config.checks import nearest
 from verl_rhyme.config.presets import MANAGER
 
@@ -37,13 +37,10 @@ def unknown(name: str, key: str, value: str, known: tuple[str, ...], config: Any
 
 
 def is_verls(main: Any) -> bool:
-    spec = importlib.util.find_spec("verl")
-    places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
     try:
-        file = Path(inspect.getfile(inspect.unwrap(main)))
+        return Path(inspect.getfile(inspect.unwrap(main))).is_relative_to(verl_folder())
     except TypeError:  # an object
         return False
-    return any(file.is_relative_to(place) for place in places)
 
 
 def _sources(config: Any) -> list[str]:

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from verl_rhyme.checks.doctor import Check
 from verl_rhyme.checks.preflight import compose, user_code
-from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError
+from verl_rhyme.config import ConfigError
 from verl_rhyme.config.backends import BACKENDS
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -26,7 +26,6 @@ GROUP_ESTIMATORS = (
 
 #: Values that verl 0.9.1 and vLLM know, by key.
 CHOICES = {
-    "trainer.v1.trainer_mode": tuple(TOPOLOGIES),
     "algorithm.adv_estimator": (*GROUP_ESTIMATORS, "gae", "reinforce_plus_plus", "remax"),
     f"{_A}.policy_loss.loss_mode": (
         *("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo"),
@@ -47,7 +46,6 @@ CHOICES = {
 _WHOLE = {
     "data": "train_batch_size max_prompt_length max_response_length",
     "trainer": "nnodes n_gpus_per_node total_epochs",
-    "trainer.v1.separate_async": "parameter_sync_step",
     _A: "ppo_mini_batch_size",
     f"{_A}.megatron": "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size",
     _R: "n max_num_seqs max_num_batched_tokens tensor_model_parallel_size data_parallel_size "
@@ -124,13 +122,5 @@ def choices(config: Any) -> Iterator[Check]:
             config.reward.reward_manager.source != "register" or config.reward.custom_reward_function.path
         ):
             continue  # code of the user may register it
-        if key == "trainer.v1.trainer_mode" and asks_for_pipeline(config):
-            continue  # the table of combinations refuses other modes
         if value not in known:
             yield user_code.unknown("values", key, value, known, config)
-
-
-def asks_for_pipeline(config: Any) -> bool:
-    """Whether the config asks for the pipeline, also where its options are refused."""
-    bound, enable = (OmegaConf.select(config, f"{CONFIG_PATH}.{key}") for key in ("max_staleness", "enable"))
-    return bound is not None and enable is not False

@@ -17,10 +17,6 @@ from verl_rhyme.config import ConfigError
             ["+rhyme=histospec", f"{R}.custom.rhyme.placment.policy=x"],
             r"placment\.policy=x: unknown key; did you mean .*\.rhyme\.placement\.policy\?$",
         ),
-        (
-            ["rhyme.enable=false"],
-            rf"rhyme\.enable=false: unknown key; did you mean {R}\.custom\.rhyme\.enable\?$",
-        ),
         (["+rhyme=sorted", "rhyme.scheduling.order=0"], rf"did you mean {R}\.custom\.rhyme\.scheduling\.order\?$"),
         ([f"{R}.rhyme.enable=false"], rf"did you mean {R}\.custom\.rhyme\.enable\?$"),
         (["model_engine=nope"], "Available options in 'model_engine': dp; megatron; [^/]*$"),

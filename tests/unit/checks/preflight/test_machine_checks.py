@@ -26,11 +26,9 @@ HISTORY = f"{R}.custom.rhyme.history"
     [
         (["data.val_files=/nowhere/x.parquet"], "data.val_files", "fail", "recipes/README.md, Start"),
         (["data.train_files=null"], "data.train_files", "fail", "names no file"),
-        (["data.prompt_key=promt"], "data.train_files", "fail", "did you mean prompt"),
         (["data.train_batch_size=128"], "data.train_files", "fail", "larger than the 64 prompts of data.train_files"),
         (["data.train_max_samples=8"], "data.train_files", "fail", "(data.train_max_samples=8 of 64 rows)"),
         (["data.train_files=hdfs://far/away.parquet"], "data.train_files", "warn", "not checked"),
-        (["actor_rollout_ref.model.path=hdfs://far/away"], "model", "warn", "remote"),
         (["actor_rollout_ref.model.path=/tmp/"], "model", "fail", "set actor_rollout_ref.model.path=/tmp"),
         (["actor_rollout_ref.model.path=/nowhere"], "model", "fail", "no such folder"),
         (["trainer.default_local_dir=/proc/x"], "checkpoints", "fail", "cannot be written"),
@@ -40,7 +38,6 @@ HISTORY = f"{R}.custom.rhyme.history"
         ([f"{R}.gpu_memory_utilization=0.999"], "GPU memory", "warn", "gpu_memory_utilization"),
         ([f"{R}.gpu_memory_utilization=0.001"], "KV cache", "warn", "leaves 0 tokens after weights and activations"),
         ([f"{R}.max_model_len=8000000"], "KV cache", "warn", "does not hold one request of 8000000"),
-        ([f"{HISTORY}.dir=/proc/nope"], "history folder", "fail", "the history cannot be kept in /proc/nope"),
     ],
 )
 def test_problems_have_remedies(world, overrides, name, status, words):
@@ -62,17 +59,13 @@ def test_the_relay_needs_room_for_two_or_three_versions(world, tmp_path, monkeyp
             assert (("weights", "warn") in complaints(preflight(world, *overrides))) == warns
 
 
-@pytest.mark.parametrize(
-    ("overrides", "bytes_each"),
-    [
-        ([f"{R}.dtype=bfloat16"], 2),  # of FSDP's float32
-        ([f"{R}.dtype=float32"], 4),
-        ([f"{R}.dtype=bfloat16", f"{R}.quantization=fp8"], 4),
-        ([f"{R}.dtype=float32", "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16"], 2),
-    ],
-)
-def test_the_relay_holds_weights_in_the_type_of_the_engines(world, overrides, bytes_each):
-    assert preflight(world, *RELAY, *overrides).plan.sent_bytes == bytes_each
+def test_the_relay_holds_weights_in_the_type_of_the_engines(world):
+    for dtype, more, bytes_each in (
+        ("bfloat16", [], 2),  # of FSDP's float32
+        ("bfloat16", [f"{R}.quantization=fp8"], 4),
+        ("float32", [f"{A}.fsdp_config.model_dtype=bfloat16"], 2),
+    ):
+        assert preflight(world, *RELAY, f"{R}.dtype={dtype}", *more).plan.sent_bytes == bytes_each
 
 
 def test_requirements_of_a_ranker(world, tmp_path):
@@ -98,6 +91,7 @@ def test_a_hub_id_warns_and_fails_offline(world, monkeypatch):
     ("fields", "words"),
     [
         ('{"model_type": "gpt2"}', "no estimate for this family (gpt2; only for llama, "),
+        ('{"model_type": "qwen2", "hidden_size": 4}', "no estimate"),
         ('{"model_type": "llama", "mamba_d_state": 16}', "no estimate for recurrent layers (mamba_d_state)"),
     ],
 )
@@ -115,14 +109,11 @@ def test_an_unknown_architecture_is_reported_and_not_estimated(world, tmp_path, 
         (b"no parquet", [], "not a readable parquet"),
         ([], [], "0 prompts"),
         ({"prompt": "a"}, [], "column 'prompt' has string, not a list of messages"),
-        ({"prompt": ["a"]}, [], "column 'prompt' has list<"),
         ({"reward_model": None}, [], ""),
         ({"reward_model": "b"}, [], "no column 'reward_model' with ground_truth"),
         ({"reward_model": "b"}, ["reward.reward_manager.source=importlib"], ""),
-        ({"reward_model": "b"}, [f"{R}.agent.agent_loop_config_path=mine.yaml"], ""),
         ({"data_source": ...}, [], "no column 'data_source'; verl's reward manager 'naive' reads it"),
         ({}, ["data.train_files=FOLDER/*.parquet"], ""),
-        ({}, ["data.train_files=FOLDER"], "name its files"),
         ({}, ["data.train_files=FOLDER/reward.py"], "verl reads .parquet, .json and .jsonl"),
         ({}, ["data.train_files=FOLDER/reward.py", "data.custom_cls.path=pkg://tests.mine"], ""),
     ],
@@ -148,18 +139,14 @@ def test_training_data_has_what_verl_reads(world, tmp_path, content, overrides, 
         ("def compute_score(:", "compute_score", "invalid syntax (reward.py, line 1)"),
         ("def score(**k): ...", "compute_score", "has no compute_score; did you mean score?"),
         ("import no_such_module\ndef compute_score(**k): ...", "compute_score", "imports no_such_module, which is not"),
-        ("from math import *", "compute_score", ""),
         ("from examples.tiny_world.reward import compute_score as mine", "mine", ""),
         ("try:\n    import no_such_module\nexcept ImportError: pass\ndef compute_score(**k): ...", "compute_score", ""),
         ("import sys\nsys.path += ['/a']\nimport no_such_module\ndef compute_score(**k): ...", "compute_score", ""),
         ("raise SystemExit  # not run\ncompute_score = print", "compute_score", ""),
-        (None, "compute_score", "no file"),
     ],
 )
 def test_a_reward_function_is_checked_without_running_it(world, tmp_path, text, name, words):
-    (tmp_path / "reward.py").unlink()
-    if text is not None:
-        (tmp_path / "reward.py").write_text(text)
+    (tmp_path / "reward.py").write_text(text)
     found = complaints(preflight(world, f"reward.custom_reward_function.name={name}"))
     problem = found.get(("reward.custom_reward_function.path", "fail"), "")
     assert words in problem
@@ -181,20 +168,18 @@ def test_an_incomplete_model_folder(world, tmp_path):
     assert "no tokenizer (tokenizer.json, " in complaints(preflight(world))["model", "fail"]
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "vocab.json").touch()
-    own = f"actor_rollout_ref.model.tokenizer_path={tmp_path}/tokenizer"
-    assert not complaints(preflight(world, own))
+    run = [*world, f"actor_rollout_ref.model.tokenizer_path={tmp_path}/tokenizer"]
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    assert not complaints(preflight(world, own)), "without an index, the number of shards is unknown"
+    assert not complaints(preflight(run)), "without an index, the number of shards is unknown"
     shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    assert "missing, such as model-00002" in complaints(preflight(world, own))["model", "fail"]
+    assert "missing, such as model-00002" in complaints(preflight(run))["model", "fail"]
     for file in folder.glob("model*"):
         file.unlink()
-    assert "missing, such as *.safetensors or *.bin" in complaints(preflight(world, own))["model", "fail"]
-    assert ("model", "warn") in complaints(preflight(world, own, elsewhere=True))
-    place = f"{A}.megatron.dist_checkpointing_path=/x"
-    megatron = [MEGATRON, "trainer.device=cpu", f"{A}.megatron.use_dist_checkpointing=true", place]
-    assert not complaints(preflight(world, own, *megatron))
+    assert "missing, such as *.safetensors or *.bin" in complaints(preflight(run))["model", "fail"]
+    assert ("model", "warn") in complaints(preflight(run, elsewhere=True))
+    megatron = [MEGATRON, "trainer.device=cpu", f"{A}.megatron.use_dist_checkpointing=true"]
+    assert not complaints(preflight(run, *megatron, f"{A}.megatron.dist_checkpointing_path=/x"))
 
 
 def test_the_kv_cache_is_counted_in_requests_of_this_run(world):
@@ -233,19 +218,19 @@ def test_host_memory_counts_decoded_histories_and_live_texts(world):
 
 
 def test_gpu_memory_is_set_detected_or_assumed(monkeypatch):
-    monkeypatch.setattr(machine, "_nvidia_smi", lambda: [])
-    monkeypatch.delenv("GPU_MEMORY_GB", raising=False)
-    assert (machine.detect_machine().gpu_bytes, machine.detect_machine().gpu_source) == (80 << 30, "assumed")
-    monkeypatch.setenv("GPU_MEMORY_GB", "141")
-    assert (machine.detect_machine().gpu_bytes, machine.detect_machine().gpu_source) == (141 << 30, "GPU_MEMORY_GB")
-    monkeypatch.setenv("GPU_MEMORY_GB", "many")
-    with pytest.raises(ValueError, match="GPU_MEMORY_GB='many'"):
-        machine.detect_machine()
-    monkeypatch.setenv("GPU_MEMORY_GB", "141")
-    monkeypatch.setattr(machine, "_nvidia_smi", lambda: [80 << 30, 40 << 30])
-    assert (machine.detect_machine().gpus, machine.detect_machine().gpu_bytes) == (2, 40 << 30)
+    def found(gpus, given):
+        monkeypatch.setattr(machine, "_nvidia_smi", lambda: gpus)
+        monkeypatch.setenv("GPU_MEMORY_GB", given) if given else monkeypatch.delenv("GPU_MEMORY_GB", raising=False)
+        detected = machine.detect_machine()
+        return detected.gpus, detected.gpu_bytes >> 30, detected.gpu_source
+
+    assert found([], None) == (0, 80, "assumed")
+    assert found([], "141") == (0, 141, "GPU_MEMORY_GB")
+    assert found([80 << 30, 40 << 30], "141") == (2, 40, "nvidia-smi")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert machine.detect_machine().gpus == 1
+    assert found([80 << 30, 40 << 30], None) == (1, 40, "nvidia-smi")
+    with pytest.raises(ValueError, match="GPU_MEMORY_GB='many'"):
+        found([], "many")
 
 
 # ---- the size of the history ----
@@ -262,9 +247,9 @@ def test_size_of_the_history_and_visits_kept(world, tmp_path):
     found = history_store(dapo, f"{R}.max_model_len=20992", f"{HISTORY}.max_bytes={20 << 30}")
     assert found.status == "warn"
     assert "17398 prompts x 16 responses x 2560 to 10240 tokens (1/8 to 1/2 of max_response_length)" in found.detail
-    visits = [17_398 * 16 * (5.75 * mean + 27) / (1 << 30) for mean in (2560, 10240)]
-    assert f"= {4 * visits[0]:.1f} GiB to {4 * visits[1]:.1f} GiB" in found.detail
-    assert f"kept: {14 / visits[0]:.1f} to {14 / visits[1]:.1f} of 4 visits" in found.detail
+    low, high = (17_398 * 16 * (5.75 * mean + 27) / (1 << 30) for mean in (2560, 10240))
+    assert f"= {4 * low:.1f} GiB to {4 * high:.1f} GiB" in found.detail
+    assert f"kept: {14 / low:.1f} to {14 / high:.1f} of 4 visits" in found.detail
     assert "history.max_bytes" in found.remedy
     assert history_store(dapo, f"{HISTORY}.max_bytes=600000000000").status == "ok"
     few = history_store(dapo, "data.train_max_samples=100")
@@ -275,18 +260,16 @@ def test_size_of_the_history_and_visits_kept(world, tmp_path):
 
 def test_repeated_prompts_are_counted_once(world, tmp_path, monkeypatch):
     """verl's DAPO-Math file repeats prompts. If reading takes too long, the count is extrapolated."""
-    order = np.random.default_rng(0).permutation(70_000) % 700
-    prompts = [[{"role": role, "content": f"find {i}"} for role in ("system", "user")] for i in order]
-    columns = {"prompt": prompts, "data_source": ["x"] * 70_000}
+    prompts = [[{"role": role, "content": f"{role} {i % 700}"} for role in ("system", "user")] for i in range(40_000)]
+    columns = {"prompt": prompts, "data_source": ["x"] * 40_000}
     pq.write_table(pa.table(columns), tmp_path / "train.parquet")
     once = history_store(world, "trainer.total_epochs=1").detail
     assert "700 prompts x 8 responses" in once
     assert "x 4 visits" in once
     monkeypatch.setattr(history_size, "_COUNTING_S", 0.0)
-    assert "1496 prompts" in history_store(world).detail, "700 of the first 32768 rows"
-    monkeypatch.undo()
-    pq.write_table(pa.table({**columns, "images": [[{"bytes": b"x"}]] * 70_000}), tmp_path / "train.parquet")
-    assert "70000 prompts x 8 responses" in history_store(world).detail, "images are not compared"
+    assert "855 prompts" in history_store(world).detail, "700 of the first 32768 rows, and as many new ones of the rest"
+    pq.write_table(pa.table({**columns, "images": [[{"bytes": b"x"}]] * 40_000}), tmp_path / "train.parquet")
+    assert "40000 prompts x 8 responses" in history_store(world).detail, "images are not compared"
 
 
 def test_a_rewrite_takes_the_disk_that_the_preflight_computes(world, tmp_path, monkeypatch):

@@ -13,15 +13,6 @@ RELAY = [
     "data.train_batch_size=32",
     f"{R}.checkpoint_engine.backend=relay",
 ]
-SEPARATE = [
-    "+rhyme=sorted",
-    "trainer.v1.trainer_mode=separate_async",
-    "trainer.v1.separate_async.parameter_sync_step=1",
-    "actor_rollout_ref.hybrid_engine=false",
-    f"{R}.nnodes=2",
-    f"{R}.n_gpus_per_node=8",
-    f"{R}.checkpoint_engine.backend=nccl",
-]
 ROW = {"prompt": [{"role": "user", "content": "a"}], "data_source": "x", "reward_model": {"ground_truth": "b"}}
 MODEL = {
     "model_type": "qwen2",
