@@ -113,6 +113,14 @@ def with_drafts(run: Run) -> bool:
     return run.drafting
 
 
+def drafting_model(run: Run) -> str | None:
+    """Return ``drafting.model`` of a run that drafts, with verl's option for it."""
+    if not run.drafting or run.rhyme is None:
+        return None
+    mtp = run.value(f"{ROLLOUT}.mtp.enable") and run.value(f"{ROLLOUT}.mtp.enable_rollout")
+    return run.rhyme.drafting.model or ("mtp" if mtp else None)
+
+
 def with_pipeline(run: Run) -> bool:
     return run.pipeline
 
