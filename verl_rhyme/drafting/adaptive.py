@@ -78,6 +78,8 @@ class AdaptiveDrafter:
         self.planned = False  # whether the last step was planned
         self._explored = False  # whether it was an experiment
         self._experiments = 0
+        #: Of the last plan: rows, whether the model drafted for it, and seconds of a step that verifies such drafts.
+        self._promised: tuple[int, bool, float] | None = None
         self._curious = False  # whether drafts would gain if they were cheap, and their price is not known
         self._owed = np.zeros(WIDTHS)  # loss by omitted drafts that is allowed, in steps
         self._free = list(range(slots))[::-1]
@@ -139,6 +141,9 @@ class AdaptiveDrafter:
             self._slots.chain[batch.ids, :chain] = done.chains
         self._slots.chain_size[batch.ids] = chain
         proposed = chain > 0
+        if done.seconds is not None and self._promised is not None and self._promised[0] == rows:
+            self.proposals.observe(rows, self._promised[1], rows + int(kept.sum()), self._promised[2])
+        self._promised = None
         if done.seconds is not None:
             self._weigh(done, batch, drafted, kept, proposed)
         self._slots.verify_steps[batch.ids] += verified
@@ -152,6 +157,9 @@ class AdaptiveDrafter:
             if proposed:  # the next step mostly ends with a proposal, too
                 prices += self.cost.proposal(rows)
             more = self._experiment(rows) if done.seconds is not None else 0
+            if proposed and not self.proposals.faster(rows) and 2 * rows > self.cost.largest:
+                most, more = min(budget, max(most, rows)), rows  # a trial tells nothing without the price of drafts
+                prices = self.cost.prices(rows, most) + self.cost.proposal(rows)
         longest = max(1, min(int(batch.limits.max(initial=0)), self._config.max_tokens))
         plans = Plans(
             draft=np.empty((rows, longest), dtype=np.int32),
@@ -174,9 +182,8 @@ class AdaptiveDrafter:
         elif weigh and self._omits(rows, granted, reach, prices):
             granted[:] = 0
         if weigh and done.seconds is not None and not self._explored:
-            value = rows + float(reach[np.arange(longest) < granted[:, None]].sum())
             change = prices[granted.sum()] - prices[min(int(drafted.sum()), len(prices) - 1)]
-            self.proposals.observe(rows, proposed, value, max(done.seconds + change, 0.0))
+            self._promised = rows, proposed, max(done.seconds + change, 0.0)
         self.reach, self.granted = reach, granted
         self._threads.defer(partial(kernels.count, self._live.arrays.counts, *sampled))
         flat, ends = plans.draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
@@ -275,7 +282,14 @@ class AdaptiveDrafter:
         return limits
 
     def proposes(self, rows: int) -> bool:
-        return not self._config.weigh_cost or self.proposals.wanted(rows)
+        if not self._config.weigh_cost:
+            return True
+        wanted = self.proposals.wanted(rows)
+        if wanted and not self.proposals.faster(rows) and 2 * rows <= self.cost.largest:
+            chain = self._slots.chain.shape[1]
+            prices = self.cost.prices(rows, chain * rows)
+            return bool((1 + chain) * prices[0] > prices[-1] + self.cost.proposal(rows))  # if all were accepted
+        return wanted
 
     def finish(self, request: str) -> RequestCounts:
         live = self._requests.get(request)

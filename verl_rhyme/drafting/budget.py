@@ -136,14 +136,14 @@ class Proposals:
     SOON, SELDOM, MEMORY = 8, 512, 64
 
     def __init__(self) -> None:
-        self._sums = np.zeros((WIDTHS, 2, 2))  # expected tokens and seconds, by whether the drafter drafts
+        self._sums = np.zeros((WIDTHS, 2, 2))  # tokens and seconds, by whether the drafter drafts
         self._interval = np.full(WIDTHS, self.SOON)
         self._waited = np.zeros(WIDTHS, dtype=np.int64)
 
     def wanted(self, rows: int) -> bool:
         width = width_of(rows)
         self._waited[width] += 1
-        faster = self._faster(width)
+        faster = self.faster(rows)
         if self._waited[width] < self._interval[width]:
             return faster
         self._waited[width] = 0
@@ -151,14 +151,18 @@ class Proposals:
         return not faster
 
     def observe(self, rows: int, proposed: bool, tokens: float, seconds: float) -> None:
-        """Take in a step: the tokens expected from the next one, and the time of a step that verifies its drafts."""
+        """Take in a step's tokens; the model ``proposed`` at the end of the step before, or not.
+
+        ``seconds``: of the step before, as if it had verified the drafts of this one.
+        """
         width = width_of(rows)
-        before = self._faster(width)
+        before = self.faster(rows)
         self._sums[width, int(proposed)] *= 1 - 1 / self.MEMORY
         self._sums[width, int(proposed)] += tokens, seconds
-        if self._faster(width) != before:
+        if self.faster(rows) != before:
             self._interval[width], self._waited[width] = self.SOON, 0
 
-    def _faster(self, width: int) -> bool:
-        (plain, plain_seconds), (drafted, drafted_seconds) = self._sums[width].tolist()
+    def faster(self, rows: int) -> bool:
+        """Return whether the model's drafts are known to gain."""
+        (plain, plain_seconds), (drafted, drafted_seconds) = self._sums[width_of(rows)].tolist()
         return plain > 0 and drafted > 0 and drafted * plain_seconds > plain * drafted_seconds
