@@ -6,14 +6,11 @@ from typing import Any
 
 from verl_rhyme.patches.core import Patch, around
 
-#: The proposer whose drafts vary in length. Compared by name, because importing it would import vLLM.
-_PROPOSER = "verl_rhyme.engine.proposer"
-
 
 def _capture_undrafted_steps(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     # Both attributes are read only after this call. A "uniform decode" becomes a step of one token per row, as
     # without speculation; larger steps use piecewise graphs. Capture sizes are not rounded up to multiples then.
-    if type(getattr(self, "drafter", None)).__module__ == _PROPOSER:
+    if "drafting" in (self.vllm_config.additional_config or {}).get("rhyme", {}):
         self.uniform_decode_query_len = self.cudagraph_dispatcher.uniform_decode_query_len = 1
     original(self, *args, **kwargs)
 

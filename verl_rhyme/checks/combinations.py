@@ -37,6 +37,7 @@ from verl_rhyme.checks.predicates import (
     below_one_response,
     caches_states,
     differs_from,
+    drafting_model,
     has_undrafted_layers,
     loads_no_weights,
     other_rank,
@@ -139,18 +140,27 @@ TABLE = (
     Row(
         (
             *_engine("speculative_config", "spec_method", "spec_model", "spec_tokens"),
-            Option(
-                f"{ROLLOUT}.mtp.enable_rollout",
-                lambda mtp, run: bool(mtp and run.value(f"{ROLLOUT}.mtp.enable")),
-                f"set actor_rollout_ref.model.mtp.enable_rollout=false, or {_NO_DRAFTING}",
-            ),
             *_engine("async_scheduling", "scheduler_cls", "enable_dbo"),
             Option(f"{ENGINE}.ubatch_size", lambda size, run: int(size or 0) > 1),
         ),
         with_drafts,
-        "rhyme's drafter takes the place of vLLM's, in its synchronous scheduler, and rhyme's sampler verifies whole "
-        "batches",
+        "rhyme chooses vLLM's drafter (drafting.model), in its synchronous scheduler, and rhyme's sampler verifies "
+        "whole batches",
         f"drop the first option, or set {_NO_DRAFTING}",
+    ),
+    Row(
+        (Option(f"{ROLLOUT}.mtp.enable_rollout", lambda mtp, run: bool(mtp and run.value(f"{ROLLOUT}.mtp.enable"))),),
+        lambda run: drafting_model(run) not in (None, "mtp"),
+        "vLLM takes one drafter of the model",
+        f"drop {CONFIG_PATH}.drafting.model, or set actor_rollout_ref.model.mtp.enable_rollout=false",
+        ("rhyme.drafting.model",),
+    ),
+    Row(
+        (Option(f"{ROLLOUT}.enable_rollout_routing_replay"),),
+        lambda run: drafting_model(run) is not None,
+        "in vLLM 0.24 the drafter of a mixture-of-experts model overwrites the expert routing that is replayed",
+        f"drop the first option, or set {_NO_DRAFTING}",
+        (DRAFTING,),
     ),
     Row(
         _engine("logits_processors", "diffusion_config"),

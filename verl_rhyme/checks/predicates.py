@@ -83,6 +83,14 @@ class Run:
         return self.rules is not None and self.rules.max_staleness > 0
 
 
+def drafting_model(run: Run) -> str | None:
+    """Return ``drafting.model`` of a run that drafts, with verl's option for it."""
+    if not run.drafting or run.rhyme is None:
+        return None
+    mtp = run.value(f"{ROLLOUT}.mtp.enable") and run.value(f"{ROLLOUT}.mtp.enable_rollout")
+    return run.rhyme.drafting.model or ("mtp" if mtp else None)
+
+
 def differs_from(key: str) -> Callable[[Any, Run], bool]:
     return lambda value, run: value is not None and value != run.value(key)
 

@@ -54,6 +54,13 @@ class DraftingConfig:
         "Minimum probability that a draft token is reached and accepted (policy=adaptive).",
         public=True,
     )
+    model: str | None = option(
+        None,
+        "The model's own drafter, as one more source of drafts: mtp (layers of the checkpoint), or the folder of an "
+        "EAGLE head or a small model. null: mtp if verl's mtp.enable_rollout is set, else none.",
+        public=True,
+    )
+    model_tokens: int = option(3, "Tokens that the model's own drafter drafts per request and step.")
     policy: Literal["adaptive", "paper"] = option(
         "adaptive", "Drafter: adaptive, or paper (HistoSpec as published by RhymeRL: one source, one window)."
     )
@@ -90,6 +97,7 @@ class DraftingConfig:
             require(ok, f"drafting.{name}", getattr(self, name), allowed)
 
         check(1 <= self.max_tokens <= MAX_DRAFT_TOKENS, "max_tokens", f"from 1 to {MAX_DRAFT_TOKENS} (vLLM's limit)")
+        check(1 <= self.model_tokens <= MAX_DRAFT_TOKENS, "model_tokens", f"from 1 to {MAX_DRAFT_TOKENS}")
         least = "null or at least 1 (no drafts: set drafting.enable=false)"
         check(self.max_batch_tokens is None or self.max_batch_tokens >= 1, "max_batch_tokens", least)
         check(self.plan_threads is None or self.plan_threads >= 1, "plan_threads", "null or at least 1")
@@ -100,7 +108,7 @@ class DraftingConfig:
         if self.policy == "paper":
             most = f"at most {PAPER_DRAFT_TOKENS} with policy=paper"
             check(self.max_tokens <= PAPER_DRAFT_TOKENS, "max_tokens", most)
-            for name in ("floor", "weigh_cost", "plan_threads", "live_tokens"):
+            for name in ("floor", "model", "weigh_cost", "plan_threads", "live_tokens"):
                 default = getattr(DraftingConfig, name)
                 allowed = f"{'null' if default is None else default} (its default) with policy=paper, which ignores it"
                 check(getattr(self, name) == default, name, allowed)

@@ -1,11 +1,11 @@
 """The adaptive drafter: several sources, calibrated confidence, drafts that end where they stop being profitable.
 
-The sources are the prompt's history, live texts of its group, the request's text, counts over all responses, and the
-previous text of a regenerated response. Each position takes the token most likely to be accepted. The walk ends where
-the probability that a token is reached and accepted falls below ``drafting.floor``. A batch drafts the likeliest
-planned tokens that its budget allows and that are worth their verification. There is no clock: compiled code learns
-from a step's sampled tokens, plans all rows with the same result on any number of threads, then counts the tokens for
-later plans. A history may arrive while its requests run.
+The sources are the prompt's history, live texts of its group, the request's text, counts over all responses, the tokens
+of the model's own drafter, and the previous text of a regenerated response. Each position takes the token most likely
+to be accepted. The walk ends where the probability that a token is reached and accepted falls below
+``drafting.floor``. A batch drafts the likeliest planned tokens that its budget allows and that are worth their
+verification. There is no clock: compiled code learns from a step's sampled tokens, plans all rows with the same result
+on any number of threads, then counts the tokens for later plans. A history may arrive while its requests run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import confidence, kernels, regrowth
 from verl_rhyme.drafting.arrays import Batch, Plans, SlotArrays
-from verl_rhyme.drafting.budget import FREE, Rest, lowest_profitable, select_tokens
+from verl_rhyme.drafting.budget import FREE, Proposals, Rest, lowest_profitable, select_tokens
 from verl_rhyme.drafting.cost import WIDTHS, StepCost, width_of
 from verl_rhyme.drafting.histories import Get, Histories, Release, keep
 from verl_rhyme.drafting.kernels import MAX_CANDIDATES, N_INPUTS
@@ -69,15 +69,17 @@ class AdaptiveDrafter:
         self._config, self._vocabulary = config, min(vocabulary, (1 << 31) - 1)
         self._shared: Histories[_Request] = Histories(get, release)
         self._threads = Threads(threads)
-        self._slots, self._unused = (slot_arrays(n, config.max_tokens) for n in (slots, 1))
+        self._slots, self._unused = (slot_arrays(n, config.max_tokens, config.model_tokens) for n in (slots, 1))
         self._live = LiveTexts(config.live_tokens, slots)
         self._model, self._agreement = confidence.prior(), regrowth.prior()
         self._scratch = [kernels.scratch(config.max_tokens) for _ in range(self._threads.count)]
-        self.cost, self.rest = StepCost(), Rest()
+        self.cost, self.rest, self.proposals = StepCost(), Rest(), Proposals()
         self._steps = 0
         self.planned = False  # whether the last step was planned
         self._explored = False  # whether it was an experiment
         self._experiments = 0
+        #: Of the last plan: rows, whether the model drafted for it, and seconds of a step that verifies such drafts.
+        self._promised: tuple[int, bool, float] | None = None
         self._curious = False  # whether drafts would gain if they were cheap, and their price is not known
         self._owed = np.zeros(WIDTHS)  # loss by omitted drafts that is allowed, in steps
         self._free = list(range(slots))[::-1]
@@ -133,8 +135,17 @@ class AdaptiveDrafter:
         )
         verified = drafted > 0
         kept = np.where(verified, accepted, 0)
+        chain = 0
+        if done.chains is not None:
+            chain = done.chains.shape[1]
+            self._slots.chain[batch.ids, :chain] = done.chains
+        self._slots.chain_size[batch.ids] = chain
+        proposed = chain > 0
+        if done.seconds is not None and self._promised is not None and self._promised[0] == rows:
+            self.proposals.observe(rows, self._promised[1], rows + int(kept.sum()), self._promised[2])
+        self._promised = None
         if done.seconds is not None:
-            self._weigh(done, batch, drafted, kept)
+            self._weigh(done, batch, drafted, kept, proposed)
         self._slots.verify_steps[batch.ids] += verified
         self._steps += 1
         sampled = kernels.observe(self._live.arrays, self._slots, self._model, batch, drafted, kept)
@@ -143,7 +154,12 @@ class AdaptiveDrafter:
         if weigh:
             most = min(budget, self.cost.room(rows))
             prices = self.cost.prices(rows, min(most, int(batch.limits.sum())))
+            if proposed:  # the next step mostly ends with a proposal, too
+                prices += self.cost.proposal(rows)
             more = self._experiment(rows) if done.seconds is not None else 0
+            if proposed and not self.proposals.faster(rows) and 2 * rows > self.cost.largest:
+                most, more = min(budget, max(most, rows)), rows  # a trial tells nothing without the price of drafts
+                prices = self.cost.prices(rows, most) + self.cost.proposal(rows)
         longest = max(1, min(int(batch.limits.max(initial=0)), self._config.max_tokens))
         plans = Plans(
             draft=np.empty((rows, longest), dtype=np.int32),
@@ -165,15 +181,18 @@ class AdaptiveDrafter:
             granted = self._tried(reach, planned, granted, min(most, int(granted.sum()) + more), prices)
         elif weigh and self._omits(rows, granted, reach, prices):
             granted[:] = 0
+        if weigh and done.seconds is not None and not self._explored:
+            change = prices[granted.sum()] - prices[min(int(drafted.sum()), len(prices) - 1)]
+            self._promised = rows, proposed, max(done.seconds + change, 0.0)
         self.reach, self.granted = reach, granted
         self._threads.defer(partial(kernels.count, self._live.arrays.counts, *sampled))
         flat, ends = plans.draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
         return [flat[begin:end] for begin, end in zip((ends - granted).tolist(), ends.tolist(), strict=True)]
 
-    def _weigh(self, done: DecodeStep, batch: Batch, drafted: np.ndarray, accepted: np.ndarray) -> None:
+    def _weigh(self, done: DecodeStep, batch: Batch, drafted: np.ndarray, accepted: np.ndarray, proposed: bool) -> None:
         assert done.seconds is not None
         rows, size = len(drafted), int(drafted.sum())
-        self.cost.observe(rows, size, done.seconds, done.prefilled)
+        self.cost.observe(rows, size, done.seconds, done.prefilled, proposed)
         slots, ids = self._slots, batch.ids
         prices = self.cost.prices(rows, max(rows, size))
         row = float(prices[0]) / rows  # seconds of a token without drafts
@@ -262,6 +281,16 @@ class AdaptiveDrafter:
         visited[ids[limits > 0]] = self._steps
         return limits
 
+    def proposes(self, rows: int) -> bool:
+        if not self._config.weigh_cost:
+            return True
+        wanted = self.proposals.wanted(rows)
+        if wanted and not self.proposals.faster(rows) and 2 * rows <= self.cost.largest:
+            chain = self._slots.chain.shape[1]
+            prices = self.cost.prices(rows, chain * rows)
+            return bool((1 + chain) * prices[0] > prices[-1] + self.cost.proposal(rows))  # if all were accepted
+        return wanted
+
     def finish(self, request: str) -> RequestCounts:
         live = self._requests.get(request)
         if live is None:
@@ -315,7 +344,7 @@ class AdaptiveDrafter:
     def _grow(self) -> None:
         """Double the slots. The live texts do not grow: if all of their blocks are open, new text is not indexed."""
         old, count = self._slots, len(self._slots.length)
-        self._slots = slot_arrays(2 * count, self._config.max_tokens)
+        self._slots = slot_arrays(2 * count, self._config.max_tokens, self._config.model_tokens)
         for new_array, old_array in zip(self._slots, old, strict=True):
             new_array[:count] = old_array
         self._free = list(range(count, 2 * count))[::-1]
@@ -326,8 +355,8 @@ def _group(key: bytes, newest: int) -> int:
     return zlib.crc32(key, newest & 0xFFFFFFFF)
 
 
-def slot_arrays(slots: int, longest: int) -> SlotArrays:
-    """One entry for each live request; drafts have up to ``longest`` tokens."""
+def slot_arrays(slots: int, longest: int, chain: int) -> SlotArrays:
+    """One entry for each live request; drafts have up to ``longest`` tokens, the model's up to ``chain``."""
     return SlotArrays(
         length=np.zeros(slots, dtype=np.int64),  # tokens taken in, prompt and response
         block=np.full(slots, -1, dtype=np.int32),  # last block of the text, or -1
@@ -353,6 +382,8 @@ def slot_arrays(slots: int, longest: int) -> SlotArrays:
         previous=np.zeros(slots, dtype=np.int64),  # address of the previous text
         previous_size=np.zeros(slots, dtype=np.int64),  # its tokens; 0 if there is none
         regrowth=np.zeros((slots, regrowth.N_STATE), dtype=np.int64),  # columns: see regrowth
+        chain=np.zeros((slots, chain), dtype=np.int32),  # the model's draft after the last step
+        chain_size=np.zeros(slots, dtype=np.int64),
         # Not read by the compiled core.
         verify_steps=np.zeros(slots, dtype=np.int64),
         visited=np.zeros(slots, dtype=np.int64),  # the step at which the slot was last planned

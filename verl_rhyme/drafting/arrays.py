@@ -15,7 +15,8 @@ LiveArrays = namedtuple("LiveArrays", "text link_group head_group counts fill be
 SlotArrays = namedtuple(
     "SlotArrays",
     "length block owner group history history_size recent planned planned_at draft inputs weight_set bin candidates "
-    "candidate candidate_inputs source by_source previous previous_size regrowth verify_steps visited",
+    "candidate candidate_inputs source by_source previous previous_size regrowth chain chain_size verify_steps "
+    "visited",
 )
 Scratch = namedtuple(
     "Scratch", "position source match following which candidate votes mass known total active inputs keys context"

@@ -7,7 +7,8 @@ the planned tokens of all rows sorted by value, v1 >= v2 >= ..., it grants the f
 
 A token's value is the probability that it is reached and accepted. If verification is nearly free (decoding bound by
 memory), all tokens are granted. If every token has its price (a wide batch, a CPU), only likely tokens or none are
-granted. When the choice is made, the plan has been paid for; :class:`Rest` weighs plans.
+granted. When the choice is made, the plan has been paid for; :class:`Rest` weighs plans, :class:`Proposals` the model's
+own drafter.
 """
 
 from __future__ import annotations
@@ -123,3 +124,45 @@ class Rest:
             self._interval[width] = 0
         elif self._interval[width] or self._count[width] >= max(self.ENOUGH, min(self.MEMORY, self.ROWS // rows)):
             self._interval[width] = min(max(2, 2 * self._interval[width]), self.SELDOM)
+
+
+class Proposals:
+    """Decides by width whether the model's own drafter drafts after a step: if tokens come faster with its drafts.
+
+    It starts without; the slower way is tried for one step at intervals that double.
+    """
+
+    #: Steps before the first trial, and most between two; steps that a rate remembers.
+    SOON, SELDOM, MEMORY = 8, 512, 64
+
+    def __init__(self) -> None:
+        self._sums = np.zeros((WIDTHS, 2, 2))  # tokens and seconds, by whether the drafter drafts
+        self._interval = np.full(WIDTHS, self.SOON)
+        self._waited = np.zeros(WIDTHS, dtype=np.int64)
+
+    def wanted(self, rows: int) -> bool:
+        width = width_of(rows)
+        self._waited[width] += 1
+        faster = self.faster(rows)
+        if self._waited[width] < self._interval[width]:
+            return faster
+        self._waited[width] = 0
+        self._interval[width] = min(2 * self._interval[width], self.SELDOM)
+        return not faster
+
+    def observe(self, rows: int, proposed: bool, tokens: float, seconds: float) -> None:
+        """Take in a step's tokens; the model ``proposed`` at the end of the step before, or not.
+
+        ``seconds``: of the step before, as if it had verified the drafts of this one.
+        """
+        width = width_of(rows)
+        before = self.faster(rows)
+        self._sums[width, int(proposed)] *= 1 - 1 / self.MEMORY
+        self._sums[width, int(proposed)] += tokens, seconds
+        if self.faster(rows) != before:
+            self._interval[width], self._waited[width] = self.SOON, 0
+
+    def faster(self, rows: int) -> bool:
+        """Return whether the model's drafts are known to gain."""
+        (plain, plain_seconds), (drafted, drafted_seconds) = self._sums[width_of(rows)].tolist()
+        return plain > 0 and drafted > 0 and drafted * plain_seconds > plain * drafted_seconds

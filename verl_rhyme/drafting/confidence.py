@@ -13,11 +13,13 @@ from __future__ import annotations
 import numpy as np
 
 from verl_rhyme.drafting.arrays import Model
-from verl_rhyme.drafting.kernels import N_BINS, N_INPUTS, N_SETS, N_TEXTS, N_TIERS
+from verl_rhyme.drafting.kernels import MODEL, N_BINS, N_INPUTS, N_SETS, N_SOURCES, N_TIERS
 
 #: Weights of a vote share's logit by match tier, and of a recorded probability's logit.
 _SHARE_PRIOR = (0.15, 0.25, 0.35, 0.45, 0.5)
 _RECORDED_PRIOR = 0.2
+#: Weights of the vote of the model's drafter by its position.
+_MODEL_PRIOR = (0.5, 0.4, 0.4, 0.3, 0.3)
 #: Offset if the longest match has one or two tokens, which agree by chance.
 _SHORT_PRIOR = -4.0
 #: Weight of a calibration class's prior, in observations.
@@ -26,9 +28,11 @@ _CALIBRATION_PRIOR = 20.0
 
 def prior() -> Model:
     weights = np.zeros((N_SETS, N_INPUTS))
-    weights[:, : N_TEXTS * N_TIERS] = np.tile(_SHARE_PRIOR, N_TEXTS)
-    weights[:, N_TEXTS * N_TIERS : N_TEXTS * N_TIERS + N_TIERS] = _RECORDED_PRIOR
-    weights[::N_TIERS, N_TEXTS * N_TIERS + N_TIERS] = _SHORT_PRIOR
+    votes = N_SOURCES * N_TIERS
+    weights[:, :votes] = np.tile(_SHARE_PRIOR, N_SOURCES)
+    weights[:, MODEL * N_TIERS : votes] = _MODEL_PRIOR
+    weights[:, votes : votes + N_TIERS] = _RECORDED_PRIOR
+    weights[: N_SETS // 2 : N_TIERS, votes + N_TIERS] = _SHORT_PRIOR
     centres = np.tile(1 / (1 + np.exp(-(np.arange(N_BINS // 2) / 2 - 6 + 0.25))), 2)  # probability amid each class
     calibration = _CALIBRATION_PRIOR * np.stack([centres, np.ones(N_BINS)], axis=1)  # accepted and tried, both decayed
     return Model(weights=weights, calibration=calibration)

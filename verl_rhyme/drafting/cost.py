@@ -2,13 +2,14 @@
 
 A step of B rows that verifies D draft tokens and computes P prompt tokens takes::
 
-    seconds = a + b B + e P + d [D > 0] + f(B + D)
+    seconds = a + b B + e P + d [D > 0] + m [model] + f(B + D)
 
 f is convex and made of lines: flat while the step is bound by memory, a knee, then proportional. No coefficient is
-negative; d is the fixed cost of verifying any draft. Batch widths (powers of two) have sums of their own, which forget
-old steps of that width only. A fit takes the sums of the other widths as few observations, and a guess
-(:data:`MEMORY_BOUND`) as fewer. It minimises ``(1 - predicted / seconds)**2``: the relative error suits noise that
-grows with a step's length, and gives little weight to outliers (a pause of the machine, a compilation).
+negative; d is the fixed cost of verifying any draft, m that of the model's own drafter. Batch widths (powers of two)
+have sums of their own, which forget old steps of that width only. A fit takes the sums of the other widths as few
+observations, and a guess (:data:`MEMORY_BOUND`) as fewer. It minimises ``(1 - predicted / seconds)**2``: the relative
+error suits noise that grows with a step's length, and gives little weight to outliers (a pause of the machine, a
+compilation).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _GUESS, _STRAIGHT = 0.2, 0.02
 _SHARED = 16.0
 #: Tokens of a step at which the slope of its price may change, besides 0.
 _KNOTS = np.array([m * 2.0**j for j in range(1, 13) for m in (1.0, 1.5)])
-_BASE, _ROW, _PROMPT, _DRAFTING, _TOKEN = range(5)
-_FEATURES = 5 + len(_KNOTS)
+_BASE, _ROW, _PROMPT, _DRAFTING, _MODEL, _TOKEN = range(6)
+_FEATURES = 6 + len(_KNOTS)
 #: Most steps of a width between two fits: the price rises while contexts grow.
 _SELDOM = 32
 #: Classes of batch widths.
@@ -51,15 +52,18 @@ class StepCost:
     def ready(self) -> bool:
         return self.largest > 0
 
-    def observe(self, rows: int, drafted: int, seconds: float, prefilled: int = 0) -> None:
-        """Take in a step of ``rows`` decoding requests, ``drafted`` verified tokens and ``prefilled`` prompt tokens."""
+    def observe(self, rows: int, drafted: int, seconds: float, prefilled: int = 0, proposed: bool = False) -> None:
+        """Take in a step of ``rows`` decoding requests, ``drafted`` verified tokens and ``prefilled`` prompt tokens.
+
+        ``proposed``: the model's own drafter has drafted at its end.
+        """
         if rows <= 0 or not np.isfinite(seconds) or seconds <= 0:
             return
         width = width_of(rows)
         self.steps[width] += 1
         self._weight[width] = self._decay * self._weight[width] + 1
         self.largest = max(self.largest, rows + drafted)
-        _add(self._xx[width], self._xy[width], self._decay, rows, drafted, prefilled, 1 / seconds)
+        _add(self._xx[width], self._xy[width], self._decay, rows, drafted, prefilled, proposed, 1 / seconds)
 
     def room(self, rows: int) -> int:
         """Return the most draft tokens whose price is more than a guess: twice as many as a step ever verified."""
@@ -75,23 +79,27 @@ class StepCost:
             _fit(self._xx, self._xy, shares, self._fits[width], width, float(rows))
         return _prices(self._fits[width], rows, most)
 
+    def proposal(self, rows: int) -> float:
+        """Return the seconds that the model's own drafter adds to a step, as of the last :meth:`prices`."""
+        return float(self._fits[width_of(rows), _MODEL])
+
 
 def width_of(rows: int) -> int:
     return min(rows.bit_length(), WIDTHS - 1)
 
 
 @njit(cache=True, nogil=True)
-def _features(x, rows, drafted, prefilled):
-    x[_BASE], x[_ROW], x[_PROMPT], x[_DRAFTING] = 1.0, rows, prefilled, drafted > 0
+def _features(x, rows, drafted, prefilled, proposed):
+    x[_BASE], x[_ROW], x[_PROMPT], x[_DRAFTING], x[_MODEL] = 1.0, rows, prefilled, drafted > 0, proposed
     x[_TOKEN] = rows + drafted
     for k in range(len(_KNOTS)):
         x[_TOKEN + 1 + k] = max(0.0, rows + drafted - _KNOTS[k])
 
 
 @njit(cache=True, nogil=True)
-def _add(xx, xy, decay, rows, drafted, prefilled, weight):
+def _add(xx, xy, decay, rows, drafted, prefilled, proposed, weight):
     x = np.empty(_FEATURES)
-    _features(x, rows, drafted, prefilled)
+    _features(x, rows, drafted, prefilled, proposed)
     x *= weight
     for i in range(_FEATURES):
         for j in range(_FEATURES):

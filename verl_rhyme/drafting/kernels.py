@@ -42,25 +42,25 @@ MAX_MATCH = 32
 MAX_HISTORY, MAX_GROUP = 8, 8
 #: Latest positions of the last token in the group's live texts that are searched for the longest matches.
 _MOST_SEARCHED = 32
-MAX_OCCURRENCES = MAX_HISTORY + MAX_GROUP
+MAX_OCCURRENCES = MAX_HISTORY + MAX_GROUP + 1  # and the model's chain
 #: Most candidates of a draft token.
 _MAX_DISTINCT = 2 * MAX_OCCURRENCES
 
 #: In the order of :data:`verl_rhyme.drafting.policy.SOURCES`; the last is the request's previous text.
-HISTORY, SIBLING, OWN, ALL, PREVIOUS = range(5)
+HISTORY, SIBLING, OWN, ALL, MODEL, PREVIOUS = range(6)
 #: Sources with votes: all but the previous text.
-N_TEXTS = 4
-#: Match lengths (tokens) at which a new tier begins, besides 1.
+N_SOURCES = 5
+#: Match lengths (tokens) at which a new tier begins, besides 1. The tier of the model's chain is its position.
 TIERS = (3, 5, 9, 17)
 N_TIERS = len(TIERS) + 1
-_N_VOTES = N_TEXTS * N_TIERS
+_N_VOTES = N_SOURCES * N_TIERS
 #: Inputs of the confidence: vote shares by source and tier, recorded probability by tier, a constant one, recent
 #: acceptance.
 _ONE = _N_VOTES + N_TIERS
 _RECENT = _ONE + 1
 N_INPUTS = _ONE + 2
-#: Weight sets: by the longest match, for the first draft token and for later ones.
-N_SETS = 2 * N_TIERS
+#: Weight sets: by the longest match, for the first draft token and for later ones, without and with the model's vote.
+N_SETS = 4 * N_TIERS
 #: Most candidates of a first draft token that the confidence learns from.
 MAX_CANDIDATES = 8
 #: Classes of the calibration: half units of the logit from -6 to 10, for the first draft token and for later ones.
@@ -564,13 +564,18 @@ def _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary):
     votes, total, mass, known, recent = scratch.votes, scratch.total, scratch.mass, scratch.known, slots.recent[slot]
     active, inputs, candidates = scratch.active, scratch.inputs, scratch.candidate
     candidate_inputs, path_inputs = slots.candidate_inputs[slot], slots.inputs[slot]
+    chain = slots.chain[slot, : slots.chain_size[slot]]
+    if len(chain):
+        n = _append_chain(scratch, n, np.int64(-1))
     while planned < limit:
-        n, distinct, longest = _vote(live, scratch, history, recorded, n, vocabulary)
+        n, distinct, longest = _vote(live, scratch, history, recorded, chain, n, vocabulary)
         if planned == 0 or distinct != 1 or longest < _SURE:
             distinct, longest = _vote_counts(live.counts, scratch, end, distinct, longest, vocabulary)
         if distinct == 0:
             break
         weight_set = longest if planned == 0 else N_TIERS + longest
+        if planned < len(chain) and n > 0 and scratch.source[n - 1] == MODEL:
+            weight_set += 2 * N_TIERS
         weights = model.weights[weight_set]
         active[0] = 1
         for k in range(N_INPUTS):
@@ -615,10 +620,20 @@ def _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary):
                 scratch.source[kept] = scratch.source[i]
                 scratch.match[kept] = scratch.match[i] + 1
                 kept += 1
-        lost, n = n > 0 and kept == 0, kept
+        follows = kept > 0 and scratch.source[kept - 1] == MODEL  # it is the last occurrence
+        lost, n = n > 0 and kept == follows, kept
         if lost and planned < limit:  # otherwise counts alone continue
             n = _occurrences(live, slots, scratch, slot, end, np.int64(-1))
+            if follows:
+                n = _append_chain(scratch, n, np.int64(planned - 1))
     return planned
+
+
+@njit(cache=True, nogil=True)
+def _append_chain(scratch, n, position):
+    """Add the model's chain, of which the walk has followed the tokens up to ``position``, as the last occurrence."""
+    scratch.position[n], scratch.source[n], scratch.match[n] = position, MODEL, 0
+    return n + 1
 
 
 @njit(cache=True, nogil=True)
@@ -653,7 +668,7 @@ def _clear(votes, mass, known, j):
 
 
 @njit(cache=True, nogil=True)
-def _vote(live, scratch, history, recorded, n, vocabulary):
+def _vote(live, scratch, history, recorded, chain, n, vocabulary):
     """Collect the next token of each occurrence. Returns remaining occurrences, candidates and the longest tier."""
     positions, sources, matches, following = scratch.position, scratch.source, scratch.match, scratch.following
     which, candidates, votes, total = scratch.which, scratch.candidate, scratch.votes, scratch.total
@@ -669,6 +684,11 @@ def _vote(live, scratch, history, recorded, n, vocabulary):
             position = positions[i] + 1
             token = history[position]
             code = recorded[position]
+        elif source == MODEL:
+            position = positions[i] + 1
+            if position >= len(chain):
+                continue
+            token = chain[position]
         else:
             position = _next(fill, after, positions[i])
             if position < 0:
@@ -677,8 +697,9 @@ def _vote(live, scratch, history, recorded, n, vocabulary):
         if token < 0 or token >= vocabulary:  # the end of a response, or an invalid history
             continue
         positions[kept], sources[kept], matches[kept], following[kept] = positions[i], source, matches[i], position
-        tier = _tier(matches[i])
-        longest = max(longest, tier)
+        tier = _tier(matches[i]) if source != MODEL else min(position, N_TIERS - 1)
+        if source != MODEL:
+            longest = max(longest, tier)
         j = _index(candidates, distinct, token)
         if j == distinct:
             candidates[j] = token

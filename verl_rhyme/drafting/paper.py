@@ -94,6 +94,9 @@ class PaperDrafter:
             drafts = [draft[:k] for draft, k in zip(drafts, granted, strict=True)]
         return [draft.tolist() for draft in drafts]
 
+    def proposes(self, rows: int) -> bool:
+        return False
+
     def finish(self, request: str) -> RequestCounts:
         live = self._forget(request)
         if live is None:

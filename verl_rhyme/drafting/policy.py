@@ -11,8 +11,8 @@ import numpy as np
 from verl_rhyme.history.record import PromptHistory
 
 #: Sources of draft tokens: earlier responses of the prompt, other samples of its group, the request's own text, other
-#: prompts' texts. A token that several sources propose counts for the first of them.
-SOURCES = ("history", "siblings", "own", "others")
+#: prompts' texts, the model's own drafter. A token that several sources propose counts for the first of them.
+SOURCES = ("history", "siblings", "own", "others", "model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class DecodeStep:
     seconds: float | None = None  # of the step without its plan; None after a pause
     planning: float = 0.0  # seconds of the plan before it
     prefilled: int = 0  # prompt tokens that the step computed
+    chains: np.ndarray | None = None  # int32[B, k], the model's drafts after the step; its time is part of ``seconds``
 
 
 class DraftPolicy(Protocol):
@@ -57,6 +58,10 @@ class DraftPolicy(Protocol):
 
     def step(self, done: DecodeStep) -> list[list[int]]:
         """Take in a decode step; return B drafts for the next one, each within its limit, all within the budget."""
+        ...
+
+    def proposes(self, rows: int) -> bool:
+        """Return whether the model's own drafter is to draft after a step of so many rows; asked once a step."""
         ...
 
     def finish(self, request: str) -> RequestCounts:

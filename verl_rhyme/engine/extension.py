@@ -14,6 +14,7 @@ import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_rhyme.engine.proposer import HistoryProposer
+from verl_rhyme.processes.request import FIELD
 from verl_rhyme.weights.samples import Held, is_compared
 from verl_rhyme.weights.tracing import Trace
 
@@ -37,11 +38,20 @@ class RhymeWorkerMethods:
 
         if not get_pp_group().is_last_rank:
             return True
-        proposer = getattr(self.model_runner, "drafter", None)
-        if not isinstance(proposer, HistoryProposer):
+        runner = self.model_runner
+        if getattr(runner, "drafter", None) is not None and self._proposer is None:
+            settings = (runner.vllm_config.additional_config or {}).get(FIELD)
+            runner.rhyme_proposer = HistoryProposer(runner.vllm_config) if settings else None
+        if self._proposer is None:
             return False
-        proposer.attach(self.model_runner)
+        self._proposer.attach(runner)
         return True
+
+    @property
+    def _proposer(self) -> HistoryProposer | None:
+        drafter = getattr(self.model_runner, "drafter", None)
+        found = drafter if isinstance(drafter, HistoryProposer) else getattr(self.model_runner, "rhyme_proposer", None)
+        return found
 
     def install_sampler(self, logprobs_mode: str | None = None) -> str:
         """Draw tokens and verify drafts with :mod:`verl_rhyme.engine.sampler`; return the reason for a refusal."""
@@ -55,12 +65,10 @@ class RhymeWorkerMethods:
         return [str(status) for status in patches.refused(patches.VLLM)]
 
     def take_request_counts(self, ids: list[str]) -> dict[str, dict[str, Any]]:
-        proposer = getattr(self.model_runner, "drafter", None)
-        return proposer.take_counts(ids) if isinstance(proposer, HistoryProposer) else {}
+        return self._proposer.take_counts(ids) if self._proposer else {}
 
     def draft_totals(self) -> dict[str, Any]:
-        proposer = getattr(self.model_runner, "drafter", None)
-        return proposer.totals() if isinstance(proposer, HistoryProposer) else {}
+        return self._proposer.totals() if self._proposer else {}
 
 
 def _exit_on_error(load: Callable[..., None]) -> Callable[..., None]:

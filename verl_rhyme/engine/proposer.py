@@ -22,6 +22,7 @@ from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
 from verl_rhyme.drafting.threads import thread_count
 from verl_rhyme.engine.history_loader import HistoryLoader
+from verl_rhyme.engine.model_drafter import ModelDrafter
 from verl_rhyme.history.copies import CopyReader
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.reader import HistoryReader
@@ -43,6 +44,7 @@ class _Request:
 class HistoryProposer:
     """Draft proposer that vLLM builds from ``speculative_config={"method": "custom_class", "model": "<this class>"}``.
 
+    With ``drafting.model`` vLLM builds its own proposer, and the worker extension builds this one.
     ``additional_config["rhyme"]`` holds ``drafting`` (the config tree), ``history_dir``, ``namespace``, ``copies_dir``.
     """
 
@@ -90,6 +92,9 @@ class HistoryProposer:
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
         self._runner = model_runner
+        if model_runner.drafter is not self:
+            self.load_model()
+            ModelDrafter(model_runner, self, self._config.model_tokens)
         if get_tensor_model_parallel_rank() == 0:  # the scheduler takes the drafts of the first rank only
             self._start()
         # vLLM skips the drafter and drafts zeros for all requests once one sequence is within the draft length of
@@ -102,16 +107,21 @@ class HistoryProposer:
         self._drafter = build(self._config, history.get, self._slots, self._vocab_size, threads, history.release)
 
     def propose(
-        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **_: Any
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        chains: np.ndarray | None = None,
+        **_: Any,
     ) -> list[list[int]]:
         """Return the drafts of the next step, ragged, from the tokens sampled for each row; none while it is prefilled.
 
         ``num_tokens_no_spec``: int32[rows], tokens of each row with the sampled ones. ``token_ids_cpu``: int32[rows,
-        max_model_len], prompt and response of each row.
+        max_model_len], prompt and response of each row. ``chains``: int32[rows, k], drafts of the model's own drafter.
         """
         started = time.perf_counter()
         try:
-            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, started)
+            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, chains, started)
         except Exception:
             self._errors += 1
             warn_once(logger, "drafting failed; the step continues without drafts (logged once)", exc_info=True)
@@ -121,7 +131,12 @@ class HistoryProposer:
             self._seconds += self._ended - started
 
     def _propose(
-        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, now: float
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        chains: np.ndarray | None,
+        now: float,
     ) -> list[list[int]]:
         drafter = self._drafter
         planning, self._planning = self._planning, 0.0
@@ -164,7 +179,18 @@ class HistoryProposer:
         began = time.perf_counter()
         planned = drafter.step(
             DecodeStep(
-                names, rows, token_ids_cpu, lengths, drafted, accepted, limits, budget, seconds, planning, prefilled
+                requests=names,
+                rows=rows,
+                tokens=token_ids_cpu,
+                lengths=lengths,
+                drafted=drafted,
+                accepted=accepted,
+                limits=limits,
+                budget=budget,
+                seconds=seconds,
+                planning=planning,
+                prefilled=prefilled,
+                chains=None if chains is None else chains[rows],
             )
         )
         self._planning = time.perf_counter() - began
@@ -174,6 +200,10 @@ class HistoryProposer:
         for row, draft in zip(rows.tolist(), planned, strict=True):
             drafts[row] = draft
         return drafts
+
+    def wants_model(self, rows: int) -> bool:
+        """Return whether the model's own drafter is to draft after this step of ``rows`` requests."""
+        return self._drafter is not None and self._drafter.proposes(rows)
 
     def _budget(self, rows: int, prefilling: bool) -> int:
         """Memory, the step's token budget and the user bound the draft tokens of the batch."""

@@ -23,6 +23,7 @@ from verl_rhyme.config.presets import POLICY_LOGPROBS
 from verl_rhyme.drafting import recurrent
 from verl_rhyme.engine import cuda_graphs, earlier_text, sampler, weight_socket
 from verl_rhyme.engine.gate import Gate
+from verl_rhyme.engine.model_drafter import speculation
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history_writer.history_copies import HistoryRequests, node_copies_dir
 from verl_rhyme.history_writer.history_service import tokenizer_namespace
@@ -81,8 +82,7 @@ class RhymeHttpServer(vLLMHttpServer):
         engine_kwargs.setdefault("disable_log_stats", False)
         if self._rhyme.draws:
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the engine's processes inherit it
-            mtp = self.config.mtp is not None and self.config.mtp.enable and self.config.mtp.enable_rollout
-            if mtp or any(name.startswith("spec") for name in engine_kwargs):
+            if self._mtp or any(name.startswith("spec") for name in engine_kwargs):
                 engine_kwargs.setdefault("async_scheduling", False)  # with vLLM's own drafts it tracks no positions
         if self.config.logprobs_mode == POLICY_LOGPROBS:  # the sampler's, unknown to vLLM
             engine_kwargs["logprobs_mode"] = "processed_logprobs"
@@ -94,12 +94,18 @@ class RhymeHttpServer(vLLMHttpServer):
         drafting = self._rhyme.to_dict()["drafting"]
         if recurrent.recurrent(fields):
             drafting["max_tokens"] = recurrent.draft_tokens(drafting["max_tokens"])
+        if self._mtp:
+            drafting["model"], drafting["model_tokens"] = "mtp", self.config.mtp.num_speculative_tokens
         assert self._rhyme.history.dir is not None, "the trainer sets history.dir before any worker starts"
-        engine_kwargs["speculative_config"] = {
-            "method": "custom_class",
-            "model": PROPOSER,
-            "num_speculative_tokens": drafting["max_tokens"],
-        }
+        if drafting["model"] is None:
+            engine_kwargs["speculative_config"] = {
+                "method": "custom_class",
+                "model": PROPOSER,
+                "num_speculative_tokens": drafting["max_tokens"],
+            }
+        else:
+            engine_kwargs["speculative_config"] = speculation(drafting["model"], drafting["max_tokens"])
+            engine_kwargs["async_scheduling"] = False  # drafts are planned when a step's tokens are known
         engine_kwargs["compilation_config"] = cuda_graphs.settings(
             engine_kwargs.get("compilation_config"),
             any((self.config.cudagraph_capture_sizes, *map(engine_kwargs.get, cuda_graphs.SIZES))),
@@ -115,6 +121,14 @@ class RhymeHttpServer(vLLMHttpServer):
                 "namespace": tokenizer_namespace(self.model_config.tokenizer),
             },
         }
+
+    @property
+    def _mtp(self) -> bool:
+        return self.config.mtp is not None and self.config.mtp.enable and self.config.mtp.enable_rollout
+
+    def _resolve_sleep_level(self) -> int:
+        # A deeper sleep drops the weights of a drafter, which no weight sync brings back.
+        return 1 if self._rhyme.drafting.enable and self._rhyme.drafting.model else super()._resolve_sleep_level()
 
     async def run_server(self, args: Any) -> None:
         patches.apply_vllm()  # VLLM_PLUGINS may exclude our plugin

@@ -35,7 +35,9 @@ class Engine:
         assert all(other == counts for other in others)
         return counts
 
-    def step(self, sampled, limit=32, budget=1 << 20, drafted=None, accepted=None, seconds=None, planning=0.0):
+    def step(
+        self, sampled, limit=32, budget=1 << 20, drafted=None, accepted=None, seconds=None, planning=0.0, chains=None
+    ):
         """Give the drafters ``sampled`` (request to its tokens of this step). Returns request to draft."""
         for request, tokens in sampled.items():
             end = self.lengths[request]
@@ -52,6 +54,7 @@ class Engine:
             budget,
             seconds,
             planning,
+            chains=chains,
         )
         drafts, *others = [drafter.step(done) for drafter in self.drafters]
         assert all(other == drafts for other in others)

@@ -22,11 +22,14 @@ class Machine:
     Attributes:
         plan: Seconds of the drafter in a planned step.
         noise: Standard deviation of the logarithm.
+        model: Seconds of the model's own drafter, None without; and the share of its tokens that are right.
     """
 
     seconds: Callable[[int, int, int, int], float]
     plan: float = 0.0
     noise: float = 0.02
+    model: float | None = None
+    right: float = 0.0
 
 
 def linear(base, row, token, **more):
@@ -85,6 +88,7 @@ class VirtualEngine:
         self.machine, self.texts, self._verifies = machine, texts, verifies
         self.drafter = AdaptiveDrafter(DraftingConfig(**config), texts.history, slots=slots, vocabulary=VOCABULARY)
         self._rng, self._slots, self._names = np.random.default_rng(seed), slots, count()
+        self._model_rng = np.random.default_rng(seed)
         self._ended = False
         self.log = Log()
 
@@ -123,6 +127,11 @@ class VirtualEngine:
             text = int(length[live].sum())
             noise = np.exp(self.machine.noise * self._rng.standard_normal())
             seconds = self.machine.seconds(len(live), size, prompt, text) * noise
+            chains = None
+            if self.machine.model is not None:
+                proposes = self.drafter.proposes(len(live))
+                seconds += self.machine.model * proposes
+                chains = self._chains([wholes[row][length[row] :] for row in live.tolist()], 3 * proposes)
             self.log.rows.append(len(live))
             self.log.emitted.append(int(new.sum()))
             self.log.seconds.append(seconds + planning)
@@ -139,6 +148,7 @@ class VirtualEngine:
                 seconds=seconds if self._ended and len(admitted) < len(live) else None,
                 planning=planning,
                 prefilled=prompt,
+                chains=chains,
             )
             drafts = self.drafter.step(done)
             self._ended = True
@@ -150,3 +160,10 @@ class VirtualEngine:
             for row in live[length[live] >= ends[live]].tolist():
                 self.drafter.finish(names.pop(row))
         return self.log
+
+    def _chains(self, following, tokens):
+        chains = self._model_rng.integers(0, VOCABULARY, (len(following), tokens)).astype(np.int32)
+        for chain, text in zip(chains, following, strict=True):
+            right = int(np.cumprod(self._model_rng.random(tokens) < self.machine.right).sum())
+            chain[:right] = np.resize(text, tokens)[:right] if len(text) else 0
+        return chains

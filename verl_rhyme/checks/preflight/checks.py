@@ -59,7 +59,7 @@ def examine(
         *values.choices(config),
         *loss.warnings(config, plan.rules),
         *config_checks.weights(config),
-        *config_checks.parallel(plan),
+        *config_checks.parallel(plan, model),
         *config_checks.batches(config, plan),
         *config_checks.load(config, plan),
         *config_checks.rollout(config, plan),

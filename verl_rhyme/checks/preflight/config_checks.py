@@ -15,6 +15,7 @@ from verl_rhyme.checks.preflight.plan import Plan, sequence_tokens
 from verl_rhyme.config import ConfigError, RhymeConfig, config_tree, training_order
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
 from verl_rhyme.config.run_name import run_name
+from verl_rhyme.planning.architecture import Architecture
 from verl_rhyme.router import router_file
 from verl_rhyme.weights import BACKEND as RELAY
 
@@ -101,19 +102,42 @@ def weights(config: Any) -> Iterator[Check]:
         yield Check("weights", FAIL, f"{key}={given}: the relay takes only folder=PATH", f"set {key}.folder")
 
 
-def parallel(plan: Plan) -> Sequence[Check]:
-    """Check GPU counts against the parallel sizes; the engines name model sizes that these do not divide."""
+def parallel(plan: Plan, model: Architecture | None) -> Sequence[Check]:
+    """Check GPU counts and model sizes against the parallel sizes; the engines fail late, in their workers."""
     sizes = (
         f"{plan.train_gpus} training GPUs: data parallel {plan.data_parallel} x model parallel {plan.model_parallel}; "
         f"{plan.replicas} rollout replicas of {plan.replica_gpus}"
     )
     if plan.standalone:
         sizes += f", with {plan.rollout_gpus} separate rollout GPUs"
-    return _report("parallel sizes", [*_gpu_counts(plan)], sizes)
+    return _report("parallel sizes", [*_gpu_counts(plan), *(_model_sizes(plan, model) if model else ())], sizes)
 
 
 def _report(name: str, problems: Sequence[tuple[str, str]], passed: str) -> Sequence[Check]:
     return [Check(name, FAIL, *problem) for problem in problems] or [Check(name, OK, passed)]
+
+
+def _model_sizes(plan: Plan, model: Architecture) -> Iterator[tuple[str, str]]:
+    training, rollout = plan.training, plan.rollout
+    split = [("vLLM", rollout.tp, f"{_R}.tensor_model_parallel_size", {"MLP columns": model.ffn})]
+    layers = ("vLLM", model.layers < rollout.pp, rollout.pp, f"{_R}.pipeline_model_parallel_size")
+    if training and training.engine == "megatron":
+        columns = {"MLP columns": model.ffn, "vocabulary entries": model.vocab}
+        split.append(("Megatron", training.tp, f"{_A}.megatron.tensor_model_parallel_size", columns))
+        if model.layers % training.pp:
+            layers = ("Megatron", True, training.pp, f"{_A}.megatron.pipeline_model_parallel_size")
+    elif training and model.heads % plan.model_parallel:
+        detail = f"Ulysses: {model.heads} attention heads are not divisible by {plan.model_parallel}"
+        yield detail, f"set {_A}.ulysses_sequence_parallel_size to a divisor of {model.heads}"
+    for engine, tp, option, columns in split:
+        for parts, size in {"attention heads": model.heads, **columns}.items():
+            if size % tp:
+                yield f"{engine}: {size} {parts} are not divisible by {tp}", f"set {option} to a divisor of {size}"
+        if model.kv_heads % tp and tp % model.kv_heads:
+            yield f"{engine}: neither of {model.kv_heads} key heads and tp={tp} divides the other", f"change {option}"
+    engine, wrong, stages, option = layers
+    if wrong:
+        yield f"{engine}: {model.layers} layers cannot be split into {stages} pipeline stages", f"lower {option}"
 
 
 def _gpu_counts(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -31,6 +31,9 @@ def test_a_valid_run_has_no_complaints(world):
     [
         ([MEGATRON, f"{A}.megatron.tensor_model_parallel_size=3"], "parallel sizes", "8 training GPUs"),
         ([f"{A}.fsdp_config.fsdp_size=3"], "parallel sizes", "fsdp_size"),
+        ([MEGATRON, f"{A}.megatron.tensor_model_parallel_size=4"], "parallel sizes", "14 attention heads"),
+        ([MEGATRON, f"{A}.megatron.pipeline_model_parallel_size=16"], "parallel sizes", "24 layers"),
+        ([f"{R}.tensor_model_parallel_size=4"], "parallel sizes", "vLLM: 14 attention heads"),
         ([f"{R}.tensor_model_parallel_size=3"], "parallel sizes", "8 rollout GPUs"),
         ([MODE, f"{R}.nnodes=1", f"{R}.n_gpus_per_node=3"], "parallel sizes", "3 standalone rollout GPUs are not a"),
         (["data.train_batch_size=48"], "batches", "ppo_mini_batch_size=32"),

@@ -1,0 +1,106 @@
+"""Tokens of the model's own drafter as a source of drafts."""
+
+from itertools import repeat
+
+import numpy as np
+import pytest
+
+from tests.unit.drafting.engine import KEY, Engine, history
+from tests.unit.drafting.test_adaptive import make
+from tests.unit.drafting.virtual_engine import Texts, VirtualEngine, linear
+from verl_rhyme.drafting.policy import SOURCES
+
+pytestmark = pytest.mark.xdist_group("kernels")
+
+COMPUTE = {"base": 0.004, "row": 0.006, "token": 0.006}
+MEMORY = {"base": 0.010, "row": 2e-5, "token": 2e-5}
+
+
+def text(length, seed=0):
+    return np.random.default_rng(seed).integers(0, 500, length).tolist()
+
+
+def follow(engine, path, right, tokens=3):
+    """Verify drafts against ``path``; the model's chain is right or not. Returns drafted and accepted tokens."""
+    rng, steps, done, drafted, accepted = np.random.default_rng(1), [], 1, 0, 0
+    new = path[:1]
+    while done < len(path):
+        chain = np.resize(path[done:], tokens) if right else rng.integers(500, 1000, tokens)
+        draft = engine.step({"a": new}, drafted=[drafted], accepted=[accepted], chains=chain[None].astype(np.int32))[
+            "a"
+        ]
+        agreed = int(np.cumprod(np.equal(draft[: len(path) - done], path[done : done + len(draft)])).sum())
+        steps.append((len(draft), agreed))
+        new = path[done : done + agreed + 1]
+        done, drafted, accepted = done + len(new), len(draft), len(new) - 1
+    return steps
+
+
+def test_new_text_is_drafted_by_the_model():
+    engine = Engine(make())
+    engine.start("a", [1, 2])
+    steps = follow(engine, text(300), right=True)
+    assert sum(accepted for _, accepted in steps) > 2.5 * len(steps)
+    counts = engine.finish("a")
+    assert counts.by_source[SOURCES.index("model")][1] > 0.95 * counts.accepted_tokens
+
+
+def test_a_model_that_is_wrong_is_not_drafted_for_long():
+    engine = Engine(make())
+    engine.start("a", [1, 2])
+    steps = follow(engine, text(1500), right=False)
+    assert sum(drafted for drafted, _ in steps[-200:]) < 250 < sum(drafted for drafted, _ in steps[:200])
+
+
+def test_text_goes_on_where_the_chain_ends():
+    """Its last tokens are in the history; those before the chain are not."""
+    known = text(40)
+    engine = Engine(make({KEY: history(known)}))
+    engine.start("a", [1, 2, 3])
+    chain = np.array([known[:3]], np.int32)
+    draft = engine.step({"a": [600]}, chains=chain)["a"]
+    assert draft[:3] == known[:3]
+    assert len(draft) > 5
+    assert draft == known[: len(draft)]
+
+
+def test_the_chain_ends_where_the_walk_leaves_it():
+    """Ten responses of the history against the model, which agrees with them for a token."""
+    known = text(60)
+    engine = Engine(make({KEY: history(*[known] * 10)}))
+    engine.start("a", known[:20])
+    chain = np.array([[known[21], 700, 701]], np.int32)
+    draft = engine.step({"a": [known[20]]}, chains=chain)["a"]
+    assert len(draft) > 5
+    assert draft == known[21 : 21 + len(draft)]
+
+
+def test_no_chain_and_an_empty_chain_draft_the_same():
+    drafts = []
+    for chains in (None, np.zeros((1, 0), np.int32)):
+        engine = Engine(make({KEY: history(text(60))}))
+        engine.start("a", [1, 2])
+        drafts.append([engine.step({"a": [token]}, chains=chains)["a"] for token in text(60)[:40]])
+    assert drafts[0] == drafts[1]
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.3])
+@pytest.mark.parametrize(
+    ("machine", "model", "right", "early", "late"),
+    [
+        (COMPUTE, 0.07, 0.7, 0.97, 0.98),  # a drafter that takes two thirds of a step
+        (COMPUTE, 0.07, 0.0, 0.97, 0.98),
+        (COMPUTE, 0.002, 0.7, 0.97, 0.98),
+        (MEMORY, 0.0015, 0.7, 1.3, 1.75),
+        (MEMORY, 0.0015, 0.0, 0.96, 0.98),
+        (MEMORY, 0.0070, 0.3, 0.96, 0.98),
+    ],
+)
+@pytest.mark.parametrize("slots", [1, 16])
+def test_the_model_drafts_where_it_gains(machine, model, right, early, late, noise, slots):
+    """On text that never repeats."""
+    log = VirtualEngine(linear(**machine, noise=noise, model=model, right=right), Texts(0.0, 400), slots).run(
+        repeat(400), 800
+    )
+    assert log.gain(0, 60) > early
+    assert log.gain(0, 800) > late

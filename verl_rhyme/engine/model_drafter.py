@@ -1,0 +1,59 @@
+"""The model's own drafter (MTP, EAGLE, a small model) as one more source of drafts.
+
+vLLM runs its proposer as without us, after each step. Its tokens are not drafted as they are: once the step's sampled
+tokens are known, :class:`.proposer.HistoryProposer` plans the drafts from them and from texts. Where they gain less
+than their time, vLLM's proposer is asked for no tokens; its KV cache still takes in each step, so that it can go on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from verl_rhyme.engine.proposer import HistoryProposer
+
+
+def speculation(model: str, max_tokens: int) -> dict[str, Any]:
+    """Return vLLM's ``speculative_config`` with ``drafting.model``; vLLM reads the method from a folder.
+
+    A request has room for ``max_tokens`` draft tokens. vLLM would load the drafter as the policy: verl's is a dummy.
+    """
+    named = {"method": "mtp"} if model == "mtp" else {"model": model}
+    return {**named, "num_speculative_tokens": max_tokens, "draft_load_config": {"load_format": "auto"}}
+
+
+class ModelDrafter:
+    """Joins vLLM's proposer of a model runner, which drafts up to ``tokens`` a request, to ours."""
+
+    def __init__(self, runner: Any, proposer: HistoryProposer, tokens: int) -> None:
+        self._runner, self._proposer, self._tokens = runner, proposer, tokens
+        self._drafts: Any = None  # int[requests, k] of the step, on the device
+        self._propose, self._book = runner.propose_draft_token_ids, runner._bookkeeping_sync
+        runner.drafter.num_speculative_tokens = tokens
+        runner.propose_draft_token_ids, runner._bookkeeping_sync = self._proposed, self._booked
+
+    def _proposed(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> list[list[int]]:
+        scheduler_output.num_spec_tokens_to_schedule = self._wanted()
+        self._drafts = self._propose(scheduler_output, *args, **kwargs)
+        return []  # the plan replaces it
+
+    def _booked(self, *args: Any, **kwargs: Any) -> Any:
+        booked = self._book(*args, **kwargs)
+        sampled, batch = booked[2], self._runner.input_batch
+        drafts, self._drafts = self._drafts, None
+        chains = None if drafts is None else drafts.cpu().numpy().astype(np.int32)
+        self._runner._draft_token_ids = self._proposer.propose(
+            sampled, batch.num_tokens_no_spec, batch.token_ids_cpu, chains=chains
+        )
+        return booked
+
+    def _wanted(self) -> int:
+        """Return the tokens to draft, the same on all ranks, whose passes are collective."""
+        from vllm.distributed.parallel_state import get_tp_group
+
+        group, wanted = get_tp_group(), None
+        if group.rank_in_group == 0:  # it alone plans
+            wanted = self._tokens if self._proposer.wants_model(self._runner.input_batch.num_reqs) else 0
+        return group.broadcast_object(wanted)
