@@ -7,7 +7,6 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from verl_rhyme.engine.cuda_graphs import settings
-from verl_rhyme.engine.proposer import HistoryProposer
 from verl_rhyme.patches.vllm_undrafted_graphs import PATCH
 
 ROWS, LONGEST = 256, 32
@@ -27,6 +26,7 @@ def started(update):
         num_speculative_tokens=LONGEST,
         lora_config=None,
         scheduler_config=SimpleNamespace(max_num_seqs=ROWS),
+        additional_config={"rhyme": {"drafting": {}}},
     )
     runner = SimpleNamespace(
         vllm_config=config,
@@ -35,7 +35,6 @@ def started(update):
         kv_cache_config=None,
         max_num_reqs=ROWS,
         speculative_config=None,
-        drafter=object.__new__(HistoryProposer),
         uniform_decode_query_len=1 + LONGEST,
         cudagraph_dispatcher=CudagraphDispatcher(config),
     )

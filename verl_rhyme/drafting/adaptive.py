@@ -157,7 +157,7 @@ class AdaptiveDrafter:
             if proposed:  # the next step mostly ends with a proposal, too
                 prices += self.cost.proposal(rows)
             more = self._experiment(rows) if done.seconds is not None else 0
-            if proposed and not self.proposals.faster(rows) and 2 * rows > self.cost.largest:
+            if proposed and not self.proposals.faster(rows) and not self._priced(rows):
                 most, more = min(budget, max(most, rows)), rows  # a trial tells nothing without the price of drafts
                 prices = self.cost.prices(rows, most) + self.cost.proposal(rows)
         longest = max(1, min(int(batch.limits.max(initial=0)), self._config.max_tokens))
@@ -285,11 +285,14 @@ class AdaptiveDrafter:
         if not self._config.weigh_cost:
             return True
         wanted = self.proposals.wanted(rows)
-        if wanted and not self.proposals.faster(rows) and 2 * rows <= self.cost.largest:
+        if wanted and not self.proposals.faster(rows) and self._priced(rows):
             chain = self._slots.chain.shape[1]
             prices = self.cost.prices(rows, chain * rows)
             return bool((1 + chain) * prices[0] > prices[-1] + self.cost.proposal(rows))  # if all were accepted
         return wanted
+
+    def _priced(self, rows: int) -> bool:
+        return 2 * rows <= self.cost.largest
 
     def finish(self, request: str) -> RequestCounts:
         live = self._requests.get(request)

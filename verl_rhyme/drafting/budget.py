@@ -133,7 +133,7 @@ class Proposals:
     """
 
     #: Steps before the first trial, and most between two; steps that a rate remembers.
-    SOON, SELDOM, MEMORY = 8, 512, 64
+    SOON, SELDOM, MEMORY = 24, 512, 64
 
     def __init__(self) -> None:
         self._sums = np.zeros((WIDTHS, 2, 2))  # tokens and seconds, by whether the drafter drafts

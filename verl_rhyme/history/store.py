@@ -330,8 +330,12 @@ class HistoryStore:
             raise
 
     def _create(self, *others: Path) -> Values:
-        folder = environment.new_folder(self._path, *others)
-        return self._load(environment.create(folder, self._namespace, self.max_bytes))
+        opened = environment.create(environment.new_folder(self._path, *others), self._namespace, self.max_bytes)
+        try:
+            return self._load(opened)
+        except BaseException:
+            _discard(opened)
+            raise
 
     def _load(self, opened: Environment) -> Values:
         return Values(opened, int(self.max_bytes * HISTORY_FILL), self._epochs)

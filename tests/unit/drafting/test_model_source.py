@@ -88,19 +88,19 @@ def test_no_chain_and_an_empty_chain_draft_the_same():
 @pytest.mark.parametrize(
     ("machine", "model", "right", "early", "late"),
     [
-        (COMPUTE, 0.07, 0.7, 0.97, 0.98),  # a drafter that takes two thirds of a step
-        (COMPUTE, 0.07, 0.0, 0.97, 0.98),
-        (COMPUTE, 0.002, 0.7, 0.97, 0.98),
-        (MEMORY, 0.0015, 0.7, 1.3, 1.75),
-        (MEMORY, 0.0015, 0.0, 0.96, 0.98),
-        (MEMORY, 0.0070, 0.3, 0.96, 0.98),
+        (COMPUTE, 0.65, 0.7, 0.98, 0.99),
+        (COMPUTE, 0.65, 0.0, 0.95, 0.98),
+        (COMPUTE, 0.02, 0.7, 0.98, 0.98),
+        (MEMORY, 0.15, 0.7, 0.99, 1.75),
+        (MEMORY, 0.15, 0.0, 0.98, 0.99),
+        (MEMORY, 0.65, 0.3, 0.98, 0.98),
     ],
 )
 @pytest.mark.parametrize("slots", [1, 16])
 def test_the_model_drafts_where_it_gains(machine, model, right, early, late, noise, slots):
-    """On text that never repeats."""
-    log = VirtualEngine(linear(**machine, noise=noise, model=model, right=right), Texts(0.0, 400), slots).run(
-        repeat(400), 800
-    )
+    """On text that never repeats; ``model`` is the drafter's time in steps without drafts."""
+    priced = linear(**machine, noise=noise, right=right)
+    priced.model = model * priced.seconds(slots, 0, 0, 0)
+    log = VirtualEngine(priced, Texts(0.0, 400), slots).run(repeat(400), 800)
     assert log.gain(0, 60) > early
     assert log.gain(0, 800) > late

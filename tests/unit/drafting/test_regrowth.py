@@ -106,7 +106,7 @@ def test_state_depends_on_the_texts_only(seed, vocabulary):
     tokens = np.array([[*PROMPT, *text]], np.int32)
     states = []
     for chunk in (1, 7, 300):
-        slots, table = slot_arrays(1, 8), regrowth.prior()
+        slots, table = slot_arrays(1, 8, 3), regrowth.prior()
         slots.previous[0], slots.previous_size[0] = previous.ctypes.data, len(previous)
         seen = len(PROMPT)
         while seen < tokens.shape[1]:

@@ -50,7 +50,9 @@ COLUMNS = {
     "accepted_tokens": np.array([0, 5, 40]),
     "verify_steps": np.array([0, 5, 10]),
     "reverified_tokens": np.array([0, 3, 7]),
-    "by_source": np.array([[[0, 0]] * 4, [[0, 0], [0, 0], [2, 0], [9, 1]], [[0, 0], [0, 0], [3, 0], [0, 2]]]),
+    "by_source": np.array(
+        [[[0, 0]] * 5, [[0, 0], [0, 0], [2, 0], [9, 1], [0, 0]], [[0, 0], [0, 0], [3, 0], [0, 2], [0, 0]]]
+    ),
     "draft_errors": np.array([0, 2, 0]),
     "draft_seconds": np.array([0.0, 0.5, 0.25]),
     "history_hit": np.array([False, True, True]),

@@ -17,6 +17,7 @@ from verl.trainer.ppo.v1 import replay_buffer
 
 from tests.conftest import examples
 from verl_rhyme.config import HistoryConfig
+from verl_rhyme.drafting.policy import SOURCES
 from verl_rhyme.history import environment, history_folder
 from verl_rhyme.history.environment import Environment, HistoryError
 from verl_rhyme.history.keys import prompt_key, visit_label
@@ -341,7 +342,7 @@ def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(slow, tmp_pa
     queue.put_group(3, "zsurplus", [0.0, 1.0])
     queue.tags["zsurplus"]["global_steps"] = 2  # verl takes staler groups first
     request = {**dict.fromkeys(REQUESTS.names, 0), "node": "n", "stop_reason": "completed", "reason": "", "id": "r"}
-    request |= {"draft_seconds": 0.5, "by_source": [[0, 0]] * 4, "uid": "u"}
+    request |= {"draft_seconds": 0.5, "by_source": [[0, 0]] * len(SOURCES), "uid": "u"}
     for prompt, name, errors in ((1, "filtered_0_0", 2), (2, "trained_0_0", 1)):
         of = {"prompt_key": prompt_key([prompt, prompt]).hex(), "draft_errors": errors}
         queue.data[name]["extra_fields"] = {FIELD: [request | of]}
