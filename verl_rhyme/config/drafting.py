@@ -31,8 +31,7 @@ class HistoryConfig:
         None,
         "Maximum size of the history in bytes on the trainer's node, and of its copy on each other node. The oldest "
         "visits are evicted first. null: half of the free disk or half of the free memory at the start, whichever is "
-        "less. In a RAM disk the memory of Ray's object store is not free. If several Ray nodes share a machine, each "
-        "takes half of the space that the others left.",
+        "less.",
         public=True,
     )
     epochs: int = option(4, "Visits of a prompt to keep, the latest ones. Usually a visit is an epoch.", public=True)
