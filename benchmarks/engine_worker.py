@@ -150,6 +150,8 @@ class ReplayWorker(RhymeWorkerMethods):
         Follower(runner)
         drafter = getattr(runner, "drafter", None)
         runner.draft_seconds = 0.0
+        if "rhyme" in (runner.vllm_config.additional_config or {}) and not isinstance(drafter, ReplayProposer):
+            drafter = runner.rhyme_proposer = ReplayProposer(runner.vllm_config)  # next to the model's drafter
         if our_sampler or hasattr(drafter, "attach"):
             refused = self.install_sampler()
             assert not refused, refused
@@ -172,7 +174,7 @@ class ReplayWorker(RhymeWorkerMethods):
         """Start a cell with its responses and the earlier responses that the drafter may know."""
         self.model_runner.follower.clear()
         self.model_runner.follower.paths = paths
-        drafter = getattr(self.model_runner, "drafter", None)
+        drafter = self._proposer or getattr(self.model_runner, "drafter", None)
         if isinstance(drafter, ReplayProposer):
             drafter.begin(history_dir, namespace)
         elif hasattr(drafter, "suffix_cache"):
@@ -201,7 +203,7 @@ class ReplayWorker(RhymeWorkerMethods):
             "draft_seconds": runner.draft_seconds,
             "emissions": [[number, *counts] for number, counts in follower.emissions.items()],
         }
-        drafter = getattr(runner, "drafter", None)
+        drafter = self._proposer
         if isinstance(drafter, ReplayProposer):
             counts["errors"] = drafter.totals()["errors"]
             cost = getattr(drafter._drafter, "cost", None)

@@ -12,7 +12,8 @@ in rotating order, with the responses of the step before as a warm-up. The trace
 (:mod:`benchmarks.engine_worker`), so only time is measured. Arms: vLLM as shipped; vLLM with the settings that drafting
 needs (no asynchronous scheduling); its ``ngram`` and ``suffix`` (arctic-inference, if installed); verl-rhyme; an oracle
 that knows the next tokens; and the oracle limited to verl-rhyme's accepted tokens in each step, the upper bound for
-that acceptance.
+that acceptance. With ``--drafter DIR`` also the model's own drafter as vLLM runs it, with three tokens a step, and with
+verl-rhyme.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import typer
 from benchmarks import traces
 from benchmarks.machine import print_row
 from benchmarks.traces import Response
+from verl_rhyme.engine.model_drafter import speculation
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
 
@@ -60,6 +62,8 @@ BOUND = "oracle, rhyme's steps"
 STOCK, SETTINGS, RHYME, ORACLE = "stock", "stock, drafting's settings", "rhyme", "oracle"
 #: Suffix of an arm with our sampler and another drafter, or none.
 OUR_SAMPLER = ", our sampler"
+#: The model's own drafter in vLLM, and as a source of ours.
+MODEL, BOTH = "model", "rhyme and model"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -120,10 +124,10 @@ def write_history(folder: Path, responses: Sequence[Response]) -> None:
 class Engine:
     """Engine of one arm; ``settings`` override vLLM options."""
 
-    def __init__(self, model: str, arm: str, folder: str, slots: int, **settings: Any):
+    def __init__(self, model: str, arm: str, folder: str, slots: int, drafter: str | None = None, **settings: Any):
         from vllm import LLM
 
-        speculative, more = settings_of(arm, folder)
+        speculative, more = settings_of(arm, folder, drafter)
         self.arm = arm
         chosen = {
             "dtype": "float32",
@@ -188,7 +192,7 @@ class Engine:
         return self._llm.collective_rpc("count")[0]
 
 
-def settings_of(arm: str, folder: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+def settings_of(arm: str, folder: str, drafter: str | None = None) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Return ``speculative_config`` and further vLLM options of an arm."""
     custom = {"method": "custom_class", "num_speculative_tokens": LONGEST}
     arm, ours = arm.removesuffix(OUR_SAMPLER), arm.endswith(OUR_SAMPLER)
@@ -200,9 +204,14 @@ def settings_of(arm: str, folder: str) -> tuple[dict[str, Any] | None, dict[str,
         return {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}, {}
     if arm == "suffix":
         return {"method": "suffix"}, {}
+    if arm == MODEL:
+        return {"model": drafter, "num_speculative_tokens": 3}, {"async_scheduling": False}
     if arm.startswith(RHYME):
-        drafting = {"max_tokens": LONGEST, **json.loads(arm.removeprefix(RHYME) or "{}")}
+        options = {"model": drafter} if arm == BOTH else json.loads(arm.removeprefix(RHYME) or "{}")
+        drafting = {"max_tokens": LONGEST, **options}
         extra = {"rhyme": {"drafting": drafting, "history_dir": folder, "namespace": NAMESPACE}}
+        if arm == BOTH and drafter is not None:
+            return speculation(drafter, LONGEST), {"additional_config": extra, "async_scheduling": False}
         return {**custom, "model": "benchmarks.engine_worker.ReplayProposer"}, {"additional_config": extra}
     return {**custom, "model": "benchmarks.engine_worker.OracleProposer"}, {}
 
@@ -285,6 +294,7 @@ def main(
     epoch: Annotated[list[int] | None, typer.Option(help="counted from 1")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="in addition to stock, rhyme, oracle; default: all")] = None,
     variant: Annotated[list[str] | None, typer.Option(help="additional arm: rhyme with these options, as JSON")] = None,
+    drafter: Annotated[str | None, typer.Option(help="folder of the model's own drafter")] = None,
     responses: Annotated[int, typer.Option(min=1, help="maximum responses to measure per cell and round")] = 128,
     rounds: int = 3,
 ) -> None:
@@ -295,6 +305,8 @@ def main(
     epochs = epoch or ([5] if quick else [1, 5])
     wanted = [a for a in arms(quick, world) if not arm or a in (STOCK, RHYME, ORACLE, *arm)]
     wanted += [f"{RHYME} {options}" for options in variant or []]
+    if drafter is not None:
+        wanted += [MODEL, BOTH]
     path = str(model or traces.FOLDER.parents[1] / "examples" / "tiny_world" / "models" / "qwen2")
     if world is not None:
         from examples.tiny_world import widen  # imports torch, which needs the environment
@@ -312,7 +324,7 @@ def main(
                 folders[name, number - 1] = f"{top}/{name}-{number}"
                 write_history(Path(folders[name, number - 1]), cells[-1].history)
         folder = next(iter(folders.values()))
-        engines = {a: Engine(path, a, folder, max(widths)) for a in wanted}
+        engines = {a: Engine(path, a, folder, max(widths), drafter) for a in wanted}
         for each in cells:
             found = measure(each, engines, folders[each.trace, each.epoch], 1 if quick else rounds)
             for row in summarise(each, found):
