@@ -155,6 +155,7 @@ def build_engine(small_model):
         import torch
         from vllm import LLM
 
+        from verl_rhyme.engine.model_drafter import speculation
         from verl_rhyme.engine.sampler import allow_all_options
 
         settings = {
@@ -193,6 +194,9 @@ def build_engine(small_model):
                     }
                 },
             }
+        if own := (drafting or {}).get("model"):
+            settings["speculative_config"] = speculation(own, settings["speculative_config"]["num_speculative_tokens"])
+            settings["async_scheduling"] = False
         engine = LLM(model=str(model or small_model), **settings)
         if draws or history_dir is not None:
             assert engine.collective_rpc("install_sampler") == [""]
