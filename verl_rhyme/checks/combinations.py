@@ -156,6 +156,13 @@ TABLE = (
         ("rhyme.drafting.model",),
     ),
     Row(
+        (Option("rhyme.drafting.policy", lambda policy, run: policy == "paper"),),
+        lambda run: drafting_model(run) is not None,
+        "the paper's drafter has texts only",
+        "set actor_rollout_ref.model.mtp.enable_rollout=false, or drop the option",
+        (f"{ROLLOUT}.mtp.enable_rollout",),
+    ),
+    Row(
         (Option(f"{ROLLOUT}.enable_rollout_routing_replay"),),
         lambda run: drafting_model(run) is not None,
         "in vLLM 0.24 the drafter of a mixture-of-experts model overwrites the expert routing that is replayed",

@@ -67,6 +67,10 @@ def warnings(config: Any, rules: Rules | None) -> Iterator[Check]:
         )
 
 
+#: vLLM raises temperatures between 0 and this one.
+_LEAST_TEMPERATURE = 0.01
+
+
 def _other_support(config: Any) -> Iterator[Check]:
     def rollout(name: str, default: Any) -> Any:
         value = OmegaConf.select(config, f"{_ROLLOUT}.{name}")
@@ -75,6 +79,13 @@ def _other_support(config: Any) -> Iterator[Check]:
     defaults = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     changed = [f"{name}={value}" for name in defaults if (value := rollout(name, defaults[name])) != defaults[name]]
     mode, temperature = str(rollout("logprobs_mode", "processed_logprobs")), rollout("temperature", 1.0)
+    if temperature < _LEAST_TEMPERATURE:
+        yield _warning(
+            f"{_ROLLOUT}.temperature={temperature}: vLLM samples at {_LEAST_TEMPERATURE}, or greedily, and the "
+            f"actor divides its logits by {temperature}, so that importance weights of an unmoved policy are not 1",
+            f"set {_ROLLOUT}.temperature to at least {_LEAST_TEMPERATURE}",
+        )
+        return
     if mode == POLICY_LOGPROBS or not rollout("calculate_log_probs", True):
         return
     if (mode == "processed_logprobs" and not changed) or (mode == "raw_logprobs" and temperature == 1):

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl_rhyme.config import CONFIG_PATH, ConfigError
+
 if TYPE_CHECKING:
     from verl_rhyme.engine.proposer import HistoryProposer
 
@@ -28,6 +30,12 @@ class ModelDrafter:
     """Joins vLLM's proposer of a model runner, which drafts up to ``tokens`` a request, to ours."""
 
     def __init__(self, runner: Any, proposer: HistoryProposer, tokens: int) -> None:
+        config = runner.speculative_config
+        if not (config.use_eagle() or config.uses_draft_model()) or config.parallel_drafting:
+            raise ConfigError(
+                f"{CONFIG_PATH}.drafting.model={config.model} is a drafter of the kind {config.method}: give the "
+                "folder of an EAGLE head or of a small model, or mtp"
+            )
         self._runner, self._proposer, self._tokens = runner, proposer, tokens
         self._drafts: Any = None  # int[requests, k] of the step, on the device
         self._propose, self._book = runner.propose_draft_token_ids, runner._bookkeeping_sync

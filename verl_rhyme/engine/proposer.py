@@ -94,12 +94,14 @@ class HistoryProposer:
         self._runner = model_runner
         if model_runner.drafter is not self:
             self.load_model()
-            ModelDrafter(model_runner, self, self._config.model_tokens)
+            ModelDrafter(model_runner, self, min(self._config.model_tokens, self._config.max_tokens))
         if get_tensor_model_parallel_rank() == 0:  # the scheduler takes the drafts of the first rank only
             self._start()
         # vLLM skips the drafter and drafts zeros for all requests once one sequence is within the draft length of
-        # max_model_len. The bounds here are per request, so that limit is lifted.
-        model_runner.effective_drafter_max_model_len = self._max_model_len + self._config.max_tokens + 1
+        # max_model_len. The bounds here are per request, so that limit is lifted, unless the model's own drafter knows
+        # fewer positions.
+        if model_runner.effective_drafter_max_model_len >= self._max_model_len:
+            model_runner.effective_drafter_max_model_len = self._max_model_len + self._config.max_tokens + 1
 
     def _start(self) -> None:
         threads, history = thread_count(self._config.plan_threads), self._history
@@ -203,7 +205,12 @@ class HistoryProposer:
 
     def wants_model(self, rows: int) -> bool:
         """Return whether the model's own drafter is to draft after this step of ``rows`` requests."""
-        return self._drafter is not None and self._drafter.proposes(rows)
+        try:
+            return self._drafter is not None and self._drafter.proposes(rows)
+        except Exception:
+            self._errors += 1
+            warn_once(logger, "the model's drafter rests after an error (logged once)", exc_info=True)
+            return False
 
     def _budget(self, rows: int, prefilling: bool) -> int:
         """Memory, the step's token budget and the user bound the draft tokens of the batch."""

@@ -65,7 +65,7 @@ def errors_with_key(path: Path, within: str = "") -> Iterator[None]:
         raise
     except MissingMandatoryValue as error:
         raise ClusterError(f"{path}: {error.full_key} is missing") from error
-    except (OmegaConfBaseException, ValueError) as error:
+    except (OmegaConfBaseException, ValueError, TypeError, KeyError) as error:
         where = str(getattr(error, "full_key", None) or "")
         keys = [within, where] if not where.startswith(within) else [where]  # a list's keys are relative
         raise ClusterError(": ".join([str(path), *filter(None, keys), str(error).partition("\n")[0]])) from error

@@ -57,6 +57,7 @@ CASES = [
     ("histospec", [f"{E}.enable_dbo=true"]),
     ("histospec", [f"{E}.ubatch_size=2"]),
     ("full", [f"{R}.mtp.enable=true", f"{R}.mtp.enable_rollout=true", f"{CONFIG_PATH}.drafting.model=eagle-x"]),
+    ("histospec", [f"{CONFIG_PATH}.drafting.policy=paper", f"{R}.mtp.enable=true", f"{R}.mtp.enable_rollout=true"]),
     ("histospec", [f"{CONFIG_PATH}.drafting.model=mtp", f"{R}.enable_rollout_routing_replay=true"]),
     ("full", [f"{E}.logits_processors=[my.Processor]", NO_DRAFTS]),
     ("histospec", [f"{E}.diffusion_config={{canvas_length: 8}}"]),

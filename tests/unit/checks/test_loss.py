@@ -84,6 +84,12 @@ def test_weights_of_another_support_are_reported(preset, overrides, words):
     assert all(words in line and f"set {MODE}=policy_logprobs" in line for line in found)
 
 
+@pytest.mark.parametrize(("temperature", "reported"), [(0.005, 1), (0.01, 0)])
+def test_weights_of_a_temperature_that_vllm_raises_are_reported(temperature, reported):
+    found = [line for line in warnings("full", f"{R}.temperature={temperature}") if "vLLM samples at 0.01" in line]
+    assert len(found) == reported
+
+
 @pytest.mark.parametrize("run", [["full"], ["sorted", ON_POLICY]])
 def test_averages_of_batches_that_finish_first(run):
     (line,) = warnings(*run, *average("token-mean"))
