@@ -73,8 +73,12 @@ class Recovery:
                 self._latest[attempt.sample] = attempt
         for prompt in ledger:
             for number, sample in enumerate(prompt.samples):
-                known = (prompt.uid, number) in self.reports
-                if not known and (sample.state == "finished" or (sample.state == "pending" and sample.tokens)):
+                report = self.reports.get((prompt.uid, number))
+                if sample.state == "finished":  # a later attempt's report: the group was generated anew
+                    lost = report is None or report.attempt.attempt != sample.attempt
+                else:
+                    lost = report is None and sample.state == "pending" and sample.tokens > 0
+                if lost:
                     self._scheduler.start_over(prompt.uid, number)
 
     def place(self, reports: Mapping[tuple[str, int], AttemptReport]) -> list[Attempt]:
@@ -92,4 +96,6 @@ class Recovery:
         state = "running" if report is None else _STATES[report.status]
         begun_with = report or reports.get(attempt.sample)  # a running one continues from an earlier attempt
         tokens, version = (begun_with.tokens, begun_with.first_version) if begun_with else (0, None)
+        if report is None and begun_with is not None and begun_with.status == "finished":
+            version = None  # it begins anew, after a response that was too stale
         return self._scheduler.restore(*attempt, state, tokens, version)
