@@ -7,14 +7,11 @@ than their time, vLLM's proposer is asked for no tokens; its KV cache still take
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError
-
-if TYPE_CHECKING:
-    from verl_rhyme.engine.proposer import HistoryProposer
 
 
 def speculation(model: str, max_tokens: int) -> dict[str, Any]:
@@ -27,9 +24,9 @@ def speculation(model: str, max_tokens: int) -> dict[str, Any]:
 
 
 class ModelDrafter:
-    """Joins vLLM's proposer of a model runner, which drafts up to ``tokens`` a request, to ours."""
+    """Joins vLLM's proposer of a model runner, which drafts up to ``tokens`` a request, to ours (``proposer``)."""
 
-    def __init__(self, runner: Any, proposer: HistoryProposer, tokens: int) -> None:
+    def __init__(self, runner: Any, proposer: Any, tokens: int) -> None:
         config = runner.speculative_config
         if not (config.use_eagle() or config.uses_draft_model()) or config.parallel_drafting:
             raise ConfigError(
