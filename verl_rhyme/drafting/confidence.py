@@ -30,7 +30,7 @@ def prior() -> Model:
     weights = np.zeros((N_SETS, N_INPUTS))
     votes = N_SOURCES * N_TIERS
     weights[:, :votes] = np.tile(_SHARE_PRIOR, N_SOURCES)
-    weights[:, MODEL * N_TIERS : votes] = _MODEL_PRIOR
+    weights[:, MODEL * N_TIERS : (MODEL + 1) * N_TIERS] = _MODEL_PRIOR
     weights[:, votes : votes + N_TIERS] = _RECORDED_PRIOR
     weights[: N_SETS // 2 : N_TIERS, votes + N_TIERS] = _SHORT_PRIOR
     centres = np.tile(1 / (1 + np.exp(-(np.arange(N_BINS // 2) / 2 - 6 + 0.25))), 2)  # probability amid each class

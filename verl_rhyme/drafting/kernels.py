@@ -49,7 +49,7 @@ _MAX_DISTINCT = 2 * MAX_OCCURRENCES
 #: In the order of :data:`verl_rhyme.drafting.policy.SOURCES`; the last is the request's previous text.
 HISTORY, SIBLING, OWN, ALL, MODEL, PREVIOUS = range(6)
 #: Sources with votes: all but the previous text.
-N_SOURCES = 5
+N_SOURCES = PREVIOUS
 #: Match lengths (tokens) at which a new tier begins, besides 1. The tier of the model's chain is its position.
 TIERS = (3, 5, 9, 17)
 N_TIERS = len(TIERS) + 1

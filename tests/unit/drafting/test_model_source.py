@@ -8,12 +8,17 @@ import pytest
 from tests.unit.drafting.engine import KEY, Engine, history
 from tests.unit.drafting.test_adaptive import make
 from tests.unit.drafting.virtual_engine import Texts, VirtualEngine, linear
+from verl_rhyme.drafting import kernels
 from verl_rhyme.drafting.policy import SOURCES
 
 pytestmark = pytest.mark.xdist_group("kernels")
 
 COMPUTE = {"base": 0.004, "row": 0.006, "token": 0.006}
 MEMORY = {"base": 0.010, "row": 2e-5, "token": 2e-5}
+
+
+def test_compiled_code_and_counts_name_the_same_sources():
+    assert kernels.N_SOURCES == len(SOURCES)
 
 
 def text(length, seed=0):
