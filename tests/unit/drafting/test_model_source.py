@@ -18,7 +18,7 @@ MEMORY = {"base": 0.010, "row": 2e-5, "token": 2e-5}
 
 
 def test_compiled_code_and_counts_name_the_same_sources():
-    assert kernels.N_SOURCES == len(SOURCES)
+    assert len(SOURCES) == kernels.N_SOURCES
 
 
 def text(length, seed=0):
