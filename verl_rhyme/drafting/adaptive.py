@@ -181,7 +181,7 @@ class AdaptiveDrafter:
             granted = self._tried(reach, planned, granted, min(most, int(granted.sum()) + more), prices)
         elif weigh and self._omits(rows, granted, reach, prices):
             granted[:] = 0
-        if weigh and done.seconds is not None and not self._explored:
+        if weigh and done.seconds is not None and not done.prefilled and not self._explored:
             change = prices[granted.sum()] - prices[min(int(drafted.sum()), len(prices) - 1)]
             self._promised = rows, proposed, max(done.seconds + change, 0.0)
         self.reach, self.granted = reach, granted
