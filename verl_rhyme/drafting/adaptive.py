@@ -141,7 +141,7 @@ class AdaptiveDrafter:
             self._slots.chain[batch.ids, :chain] = done.chains
         self._slots.chain_size[batch.ids] = chain
         proposed = chain > 0
-        if done.seconds is not None and self._promised is not None and self._promised[0] == rows:
+        if self._promised is not None and done.seconds is not None and self._promised[0] == rows:
             self.proposals.observe(rows, self._promised[1], rows + int(kept.sum()), self._promised[2])
         self._promised = None
         if done.seconds is not None:
@@ -158,7 +158,7 @@ class AdaptiveDrafter:
                 prices += self.cost.proposal(rows)
             more = self._experiment(rows) if done.seconds is not None else 0
             if proposed and not self.proposals.faster(rows) and not self._priced(rows):
-                most, more = min(budget, max(most, rows)), rows  # a trial tells nothing without the price of drafts
+                most, more = min(budget, max(most, rows)), rows  # a trial needs the price of drafts
                 prices = self.cost.prices(rows, most) + self.cost.proposal(rows)
         longest = max(1, min(int(batch.limits.max(initial=0)), self._config.max_tokens))
         plans = Plans(
@@ -181,7 +181,7 @@ class AdaptiveDrafter:
             granted = self._tried(reach, planned, granted, min(most, int(granted.sum()) + more), prices)
         elif weigh and self._omits(rows, granted, reach, prices):
             granted[:] = 0
-        if weigh and done.seconds is not None and not done.prefilled and not self._explored:
+        if weigh and done.chains is not None and done.seconds is not None and not (done.prefilled or self._explored):
             change = prices[granted.sum()] - prices[min(int(drafted.sum()), len(prices) - 1)]
             self._promised = rows, proposed, max(done.seconds + change, 0.0)
         self.reach, self.granted = reach, granted

@@ -74,7 +74,7 @@ class Recovery:
         for prompt in ledger:
             for number, sample in enumerate(prompt.samples):
                 report = self.reports.get((prompt.uid, number))
-                if sample.state == "finished":  # a later attempt's report: the group was generated anew
+                if sample.state == "finished":  # else the group was regenerated, and the report is a later attempt's
                     lost = report is None or report.attempt.attempt != sample.attempt
                 else:
                     lost = report is None and sample.state == "pending" and sample.tokens > 0
@@ -97,5 +97,5 @@ class Recovery:
         begun_with = report or reports.get(attempt.sample)  # a running one continues from an earlier attempt
         tokens, version = (begun_with.tokens, begun_with.first_version) if begun_with else (0, None)
         if report is None and begun_with is not None and begun_with.status == "finished":
-            version = None  # it begins anew, after a response that was too stale
+            version = None  # it regenerates a response that was too stale
         return self._scheduler.restore(*attempt, state, tokens, version)

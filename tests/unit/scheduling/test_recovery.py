@@ -105,7 +105,7 @@ def test_as_many_prompts_are_in_flight_after_a_loss_though_some_were_replaced():
 
 
 def test_a_finished_sample_of_a_group_that_started_over_is_not_finished_by_its_older_attempt():
-    """Both returned no trajectory, and the group was generated anew: only the second was in the saved state."""
+    """Both returned no trajectory, and the group was regenerated: only the first was in the saved state."""
     made = Rollout(Rules(1, 2, max_staleness=1, separate=True))
     made.publish(0, 5)
     made.add_prompts([("a", 2)])
@@ -113,11 +113,11 @@ def test_a_finished_sample_of_a_group_that_started_over_is_not_finished_by_its_o
     send(made, generated(A0, 0), finished(A0, empty=True))
     saved = made.state_dict()
     send(made, generated(A1, 0), finished(A1, empty=True))
-    anew = [start.attempt for start in made.fill(now=100.0)]
-    assert [attempt.number for attempt in anew] == [0, 1]
-    again, _ = restored(made, {anew[0]: interrupted(anew[0], 3), anew[1]: None}, state=saved, left=5)
+    later = [start.attempt for start in made.fill(now=100.0)]
+    assert [attempt.number for attempt in later] == [0, 1]
+    again, _ = restored(made, {later[0]: interrupted(later[0], 3), later[1]: None}, state=saved, left=5)
     assert states(again) == ["pending", "running"]
-    assert again.scheduler.ledger.prompt("a").samples[0].attempt == anew[0].attempt
+    assert again.scheduler.ledger.prompt("a").samples[0].attempt == later[0].attempt
 
 
 def test_a_running_attempt_does_not_take_the_version_of_a_finished_one():
