@@ -2,7 +2,8 @@
 
 vLLM runs its proposer as without us, after each step. Its tokens are not drafted as they are: once the step's sampled
 tokens are known, :class:`.proposer.HistoryProposer` plans the drafts from them and from texts. Where they gain less
-than their time, vLLM's proposer is asked for no tokens; its KV cache still takes in each step, so that it can go on.
+than their time, vLLM's proposer does not run. Its KV cache misses such steps: MTP and EAGLE still have the policy's
+hidden state, and predict as well after 64 missed tokens; a small model has its cache alone, so it takes in every step.
 """
 
 from __future__ import annotations
@@ -40,17 +41,19 @@ class ModelDrafter:
         runner.propose_draft_token_ids, runner._bookkeeping_sync = self._proposed, self._booked
 
     def _proposed(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> list[list[int]]:
-        scheduler_output.num_spec_tokens_to_schedule = self._wanted()
-        self._drafts = self._propose(scheduler_output, *args, **kwargs)
+        wanted = self._wanted()
+        if wanted or self._runner.speculative_config.uses_draft_model():
+            scheduler_output.num_spec_tokens_to_schedule = wanted
+            self._drafts = self._propose(scheduler_output, *args, **kwargs)
         return []  # the plan replaces it
 
     def _booked(self, *args: Any, **kwargs: Any) -> Any:
         booked = self._book(*args, **kwargs)
         sampled, batch = booked[2], self._runner.input_batch
         drafts, self._drafts = self._drafts, None
-        chains = None if drafts is None else drafts.cpu().numpy().astype(np.int32)
+        chains = np.zeros((len(sampled), 0)) if drafts is None else drafts.cpu().numpy()
         self._runner._draft_token_ids = self._proposer.propose(
-            sampled, batch.num_tokens_no_spec, batch.token_ids_cpu, chains=chains
+            sampled, batch.num_tokens_no_spec, batch.token_ids_cpu, chains=chains.astype(np.int32)
         )
         return booked
 
