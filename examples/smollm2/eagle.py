@@ -1,21 +1,24 @@
-"""Train a drafter for SmolLM2 in EAGLE's form, and write it in vLLM's format.
+"""Train an EAGLE-3 drafter for SmolLM2, and write it in vLLM's format.
 
-    python -m examples.smollm2.eagle --out DIR/eagle-smollm2      # 20 minutes on two cores
+    python -m examples.smollm2.eagle --out DIR/eagle3-smollm2      # 20 minutes on two cores
 
-The head has one Llama layer and a projection (EAGLE: Li et al. 2024, arXiv:2401.15077, section 3). From the hidden
-state after a token and the embedding of the next one it predicts the hidden state after that one; the policy's output
-layer turns it into a token. It learns from responses that the policy samples to tasks of the test split, so no trace of
-``benchmarks/traces`` has its prompts. vLLM takes a folder for EAGLE if its path has "eagle-".
+From the policy's hidden states after a token and the embedding of the next one, the head predicts the token after that
+one (EAGLE-3: Li et al. 2025, arXiv:2503.01840, section 3). It learns from responses that the policy samples to tasks of
+the test split, so no trace of ``benchmarks/traces`` has its prompts. vLLM takes a folder for EAGLE-3 if its path has
+"eagle3".
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import random
 import sys
 import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +34,12 @@ from examples.smollm2 import data, model
 #: Few-shot examples of a prompt, and its longest response in tokens: short solutions, and free text.
 SETTINGS = ((2, 96), (0, 128))
 TEMPERATURE = 0.8
-#: Weight of the hidden state's error next to the cross-entropy; noise on the policy's hidden states.
-_HIDDEN, _NOISE = 0.5, 0.1
-#: Share of the positions, drawn for each batch, that are learnt from: the output layer takes most of the time.
-_SHARE = 0.25
+#: Layers of the policy whose inputs the head reads, and the tokens it knows, which are the most frequent ones.
+LAYERS, TOKENS = (9, 19, 29), 4096
+#: Draft tokens to learn.
+DEPTH = 3
+#: Last tokens of a prompt to learn from; likeliest tokens to learn of each distribution.
+_PROMPT, _LIKELY = 32, 32
 #: Texts of a batch, and the learning rate, which rises over so many texts and then falls with time.
 _BATCH, _RATE, _RISE = 12, 1e-3, 400
 
@@ -64,34 +69,83 @@ def record(folder: Path, tasks: int, seed: int) -> list[tuple[list[int], int]]:
 
 
 class Head(nn.Module):
-    """A projection of [embedding, hidden state] and a Llama layer without an input norm."""
+    """EAGLE-3's head: a Llama layer over [embedding, hidden state], and an output layer for ``tokens`` only.
 
-    def __init__(self, config: Any) -> None:
+    The hidden state is a projection of the policy's after three of its layers, or the head's own of the token before.
+    """
+
+    def __init__(self, policy: Any, tokens: torch.Tensor) -> None:
         super().__init__()
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        config = copy.deepcopy(policy.config)
+        size = config.hidden_size
+        self.fc = nn.Linear(len(LAYERS) * size, size, bias=False)
         self.layers = nn.ModuleList([LlamaDecoderLayer(config, 0)])
-        self.layers[0].input_layernorm = nn.Identity()
+        self.layers[0].hidden_norm = type(policy.model.norm)(size, config.rms_norm_eps)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            given = getattr(self.layers[0].self_attn, name)
+            setattr(self.layers[0].self_attn, name, nn.Linear(2 * size, given.out_features, bias=False))
+        self.norm = copy.deepcopy(policy.model.norm)
+        self.lm_head = nn.Linear(size, len(tokens), bias=False)
+        with torch.no_grad():  # it starts as the policy's last layers
+            self.fc.weight.normal_(std=0.01)
+            self.fc.weight[:, -size:] += torch.eye(size)
+            self.lm_head.weight.copy_(policy.lm_head.weight[tokens])
+            self.layers[0].mlp.down_proj.weight.zero_()
+        self.requires_grad_(True)
 
     def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, rotary: Any, mask: torch.Tensor) -> torch.Tensor:
-        joined = self.fc(torch.cat([embedded, hidden], dim=-1))
-        out = self.layers[0](joined, attention_mask=mask, position_embeddings=rotary)
-        return out if isinstance(out, torch.Tensor) else out[0]
+        layer = self.layers[0]
+        joined = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], dim=-1)
+        hidden = hidden + layer.self_attn(joined, position_embeddings=rotary, attention_mask=mask)[0]
+        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 
-def train(folder: Path, texts: list[tuple[list[int], int]], seconds: float) -> Head:
-    """Return a head trained on ``texts`` for so many seconds; a tenth of the texts is kept to measure."""
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-    policy.requires_grad_(False)
-    head = Head(policy.config)
-    nn.init.zeros_(head.layers[0].mlp.down_proj.weight)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
+@dataclass
+class Text:
+    """A text to learn from: the end of a prompt and a response."""
+
+    tokens: torch.Tensor  # int64[n]
+    hidden: torch.Tensor  # float32[n, 3 D], of the policy after LAYERS
+    begin: int  # first position whose next hidden state samples a token of the response
+    likely: torch.Tensor  # int64[n - begin - 2, _LIKELY], likeliest next tokens of those states, in the head's order
+    probability: torch.Tensor  # float32 of the same shape; 0 for tokens that the head does not have
+
+
+@torch.no_grad()
+def study(policy: Any, texts: list[tuple[list[int], int]], order: torch.Tensor) -> list[Text]:
+    """Return what the policy computes for each text. ``order``: int64[vocabulary], the head's token, or -1."""
+    kept: list[torch.Tensor] = []
+    for layer in LAYERS:  # vLLM's numbers: the state before this layer
+        policy.model.layers[layer].register_forward_pre_hook(lambda _, given, kept=kept: kept.append(given[0][0]))
+    studied = []
+    for text, prompt in texts:
+        kept.clear()
+        states = policy.model(torch.tensor([text])).last_hidden_state[0]
+        first = max(0, prompt - _PROMPT)
+        begin = max(0, prompt - 2 - first)
+        probability, likely = F.softmax(policy.lm_head(states[first + begin + 1 : -1]) / TEMPERATURE, -1).topk(_LIKELY)
+        likely = order[likely]
+        probability = probability * (likely >= 0)
+        tokens, hidden = torch.tensor(text[first:]), torch.cat(kept, dim=-1)[first:]
+        studied.append(Text(tokens, hidden, begin, likely.clamp(min=0), probability))
+    return studied
+
+
+def train(policy: Any, texts: list[tuple[list[int], int]], seconds: float) -> tuple[Head, torch.Tensor]:
+    """Return a head trained on ``texts`` for so many seconds, and its tokens; a tenth of the texts only measures it."""
     rng = random.Random(0)
     rng.shuffle(texts)
-    held, rest = texts[: len(texts) // 10], texts[len(texts) // 10 :]
+    count = Counter(token for text, _ in texts for token in text)
+    tokens = torch.tensor(sorted(token for token, _ in count.most_common(TOKENS)))
+    order = torch.full((policy.config.vocab_size,), -1)
+    order[tokens] = torch.arange(len(tokens))
     began = time.perf_counter()
-    states = {id(each): _states(policy, each[0]) for each in texts}
-    tokens = sum(len(text) - prompt for text, prompt in texts)
-    print(f"{tokens} tokens of responses; hidden states: {time.perf_counter() - began:.0f} s", flush=True)
+    studied = study(policy, texts, order)
+    sampled = sum(len(each.likely) for each in studied)
+    print(f"{sampled} tokens of responses; hidden states: {time.perf_counter() - began:.0f} s", flush=True)
+    held, rest = studied[: len(texts) // 10], studied[len(texts) // 10 :]
+    head = Head(policy, tokens)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=_RATE, betas=(0.9, 0.95), weight_decay=0.01)
     began, epoch, seen = time.perf_counter(), 0, 0
     while (elapsed := time.perf_counter() - began) < seconds:
         rng.shuffle(rest)
@@ -99,7 +153,7 @@ def train(folder: Path, texts: list[tuple[list[int], int]], seconds: float) -> H
             elapsed = time.perf_counter() - began
             seen += _BATCH
             optimizer.param_groups[0]["lr"] = _RATE * max(0.02, 1 - elapsed / seconds) * min(1, seen / _RISE)
-            loss, _, _ = _loss(policy, head, rest[first : first + _BATCH], states, noise=True)
+            loss, _ = _loss(policy, head, rest[first : first + _BATCH])
             loss.backward()
             nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             optimizer.step()
@@ -108,87 +162,66 @@ def train(folder: Path, texts: list[tuple[list[int], int]], seconds: float) -> H
                 break
         epoch += 1
         with torch.no_grad():
-            loss, first_hits, second_hits = _loss(policy, head, held, states, noise=False)
-        hits = f"{first_hits:.3f} of sampled tokens, {second_hits:.3f} from its own prediction"
-        print(f"epoch {epoch}, {elapsed:.0f} s: loss {loss:.3f}; predicts {hits}", flush=True)
-    return head
+            loss, hits = _loss(policy, head, held)
+        print(f"epoch {epoch}, {elapsed:.0f} s: loss {loss:.3f}; accepted: {hits}", flush=True)
+    return head, tokens
 
 
-@torch.no_grad()
-def _states(policy: Any, text: list[int]) -> torch.Tensor:
-    return policy.model(torch.tensor([text])).last_hidden_state[0]
+def _loss(policy: Any, head: Head, texts: list[Text]) -> tuple[torch.Tensor, list[float]]:
+    """Return the loss, and the probability of each of a draft's tokens, if those before were right.
 
-
-def _loss(
-    policy: Any, head: Head, texts: list[tuple[list[int], int]], states: dict[int, torch.Tensor], noise: bool
-) -> tuple[torch.Tensor, float, float]:
-    """Return the loss, and the shares of sampled tokens that two steps of a draft predict.
-
-    The second step takes the head's own hidden states, as a draft does.
+    Later tokens take the head's own hidden states, as a draft does ("training-time test").
     """
-    length = max(len(text) for text, _ in texts)
+    length = max(len(text.tokens) for text in texts)
     tokens = torch.zeros(len(texts), length, dtype=torch.long)
-    hidden = torch.zeros(len(texts), length, policy.config.hidden_size)
-    wanted = torch.zeros(len(texts), length, dtype=torch.bool)  # positions whose next hidden state samples a response
-    for row, each in enumerate(texts):
-        text, prompt = each
-        tokens[row, : len(text)] = torch.tensor(text)
-        hidden[row, : len(text)] = states[id(each)]
-        wanted[row, max(0, prompt - 2) : len(text) - 2] = True
-    embedded = policy.model.embed_tokens(tokens[:, 1:])
-    given = hidden[:, :-1]
-    if noise:
-        given = given + _NOISE * (2 * torch.rand_like(given) - 1)
-    width = length - 1
-    rotary = policy.model.rotary_emb(embedded, torch.arange(width)[None])
-    mask = torch.full((width, width), float("-inf")).triu(1)[None, None]
-    first = head(embedded, given, rotary, mask)
-    sampled, wanted = F.pad(tokens[:, 2:], (0, 1)), wanted[:, :-1]
-    if noise:
-        wanted = wanted & (torch.rand(wanted.shape) < _SHARE)
-    loss, hits = _error(policy, first, hidden[:, 1:], sampled, wanted)
-    # A draft's second token: the input is the head's prediction for the state before it.
-    shifted = torch.cat([given[:, :1], first[:, :-1]], dim=1)
-    second = head(embedded, shifted, rotary, mask)
-    more, second_hits = _error(policy, second, hidden[:, 1:], sampled, wanted)
-    return loss + 0.5 * more, hits, second_hits
+    hidden = torch.zeros(len(texts), length, texts[0].hidden.shape[1])
+    wanted = torch.zeros(len(texts), length - 1, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text.tokens)] = text.tokens
+        hidden[row, : len(text.tokens)] = text.hidden
+        wanted[row, text.begin : text.begin + len(text.likely)] = True
+    likely, probability = (torch.cat([getattr(t, name) for t in texts]) for name in ("likely", "probability"))
+    embedded, given = policy.model.embed_tokens(tokens[:, 1:]), head.fc(hidden[:, :-1])
+    rotary = policy.model.rotary_emb(embedded, torch.arange(length - 1)[None])
+    mask = torch.full((length - 1, length - 1), float("-inf")).triu(1)[None, None]
+    loss, hits = torch.zeros(()), []
+    for depth in range(DEPTH):
+        made = head(embedded, given, rotary, mask)
+        logits = head.lm_head(head.norm(made[wanted]))
+        right = (likely == logits.argmax(-1, keepdim=True)) * probability
+        hits.append(round(right.sum(-1).mean().item(), 3))
+        logs = F.log_softmax(logits / TEMPERATURE, dim=-1).gather(-1, likely)
+        loss = loss - 0.8**depth * (probability * logs).sum(-1).mean()
+        given = torch.cat([given[:, :1], made[:, :-1]], dim=1)
+    return loss, hits
 
 
-def _error(
-    policy: Any, made: torch.Tensor, true: torch.Tensor, sampled: torch.Tensor, wanted: torch.Tensor
-) -> tuple[torch.Tensor, float]:
-    made, true = made[wanted], true[wanted]
-    with torch.no_grad():
-        target = F.softmax(policy.lm_head(true) / TEMPERATURE, dim=-1)
-    logits = policy.lm_head(made)
-    hits = (logits.argmax(-1) == sampled[wanted]).float().mean().item()
-    cross = -(target * F.log_softmax(logits / TEMPERATURE, dim=-1)).sum(-1).mean()
-    return cross + _HIDDEN * F.smooth_l1_loss(made, true), hits
-
-
-def write(head: Head, folder: Path, out: Path) -> None:
-    """Write the head as vLLM's ``llama_eagle`` reads it; embedding and output layer are the policy's."""
+def write(head: Head, tokens: torch.Tensor, folder: Path, out: Path) -> None:
+    """Write the head as vLLM's ``llama_eagle3`` reads it; the embedding is the policy's."""
     out.mkdir(parents=True, exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
-    config |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    config |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "tie_word_embeddings": False}
+    config |= {"draft_vocab_size": len(tokens), "eagle_aux_hidden_state_layer_ids": list(LAYERS)}
     (out / "config.json").write_text(json.dumps(config))
     weights = {name: value.detach().to(torch.bfloat16).contiguous() for name, value in head.state_dict().items()}
+    weights["d2t"] = tokens - torch.arange(len(tokens))
     save_file(weights, out / "model.safetensors")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help='folder to write to; its path has "eagle-"')
+    parser.add_argument("--out", type=Path, required=True, help='folder to write to; its path has "eagle3"')
     parser.add_argument("--tasks", type=int, default=160, help="prompts per setting")
     parser.add_argument("--seconds", type=float, default=600, help="time to train")
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
-    if "eagle-" not in str(args.out):
-        parser.error('--out needs "eagle-" in its path, by which vLLM knows the format')
+    if "eagle3" not in str(args.out):
+        parser.error('--out needs "eagle3" in its path, by which vLLM knows the format')
     folder, began = model.folder(), time.perf_counter()
     texts = record(folder, args.tasks, args.seed)
     print(f"{len(texts)} responses in {time.perf_counter() - began:.0f} s", flush=True)
-    write(train(folder, texts, args.seconds), folder, args.out)
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    write(*train(policy.requires_grad_(False), texts, args.seconds), folder, args.out)
     print(args.out)
 
 

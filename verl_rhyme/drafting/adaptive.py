@@ -21,22 +21,16 @@ import numpy as np
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import confidence, kernels, regrowth
 from verl_rhyme.drafting.arrays import Batch, Plans, SlotArrays
-from verl_rhyme.drafting.budget import FREE, Proposals, Rest, lowest_profitable, select_tokens
-from verl_rhyme.drafting.cost import WIDTHS, StepCost, width_of
+from verl_rhyme.drafting.budget import FREE
 from verl_rhyme.drafting.histories import Get, Histories, Release, keep
 from verl_rhyme.drafting.kernels import MAX_CANDIDATES, N_INPUTS
 from verl_rhyme.drafting.live_texts import LiveTexts
 from verl_rhyme.drafting.policy import SOURCES, DecodeStep, RequestCounts
 from verl_rhyme.drafting.threads import Threads
+from verl_rhyme.drafting.weighing import Terms, Weighing
 from verl_rhyme.history import suffix_index
 from verl_rhyme.history.record import PromptHistory
 
-#: Longest interval between two experiments of a width, in its steps; the first are at 2, 4, 8, ... An experiment
-#: verifies more than is profitable (up to one token a row, or the longest draft if that is more), so that the price of
-#: drafting becomes and stays known.
-EXPLORE_EVERY = 128
-#: Share of the time that may be lost by steps that omit profitable drafts.
-OMITTED = 1 / 200
 #: Fewest rows that a thread plans: waking a thread costs as much as planning a few rows.
 ROWS_A_THREAD = 32
 #: Prompts whose history's latest step is remembered.
@@ -73,15 +67,9 @@ class AdaptiveDrafter:
         self._live = LiveTexts(config.live_tokens, slots)
         self._model, self._agreement = confidence.prior(), regrowth.prior()
         self._scratch = [kernels.scratch(config.max_tokens) for _ in range(self._threads.count)]
-        self.cost, self.rest, self.proposals = StepCost(), Rest(), Proposals()
+        self.weighing = Weighing(config.max_tokens)
         self._steps = 0
         self.planned = False  # whether the last step was planned
-        self._explored = False  # whether it was an experiment
-        self._experiments = 0
-        #: Of the last plan: rows, whether the model drafted for it, and seconds of a step that verifies such drafts.
-        self._promised: tuple[int, bool, float] | None = None
-        self._curious = False  # whether drafts would gain if they were cheap, and their price is not known
-        self._owed = np.zeros(WIDTHS)  # loss by omitted drafts that is allowed, in steps
         self._free = list(range(slots))[::-1]
         self._requests: dict[str, _Request] = {}
         self._batch: tuple[tuple[str, ...], np.ndarray] | None = None  # the last step's requests and their slots
@@ -140,26 +128,20 @@ class AdaptiveDrafter:
             chain = done.chains.shape[1]
             self._slots.chain[batch.ids, :chain] = done.chains
         self._slots.chain_size[batch.ids] = chain
-        proposed = chain > 0
-        if self._promised is not None and done.seconds is not None and self._promised[0] == rows:
-            self.proposals.observe(rows, self._promised[1], rows + int(kept.sum()), self._promised[2])
-        self._promised = None
+        proposed, timed, weighing = chain > 0, done.seconds is not None, self.weighing
+        weighing.keep_promise(rows, int(kept.sum()), timed)
         if done.seconds is not None:
-            self._weigh(done, batch, drafted, kept, proposed)
+            first = self._first_tokens(done, batch) if kept.any() or not drafted.any() else None
+            own = self._slots.source[batch.ids, 0] != kernels.PREVIOUS
+            weighing.observe(
+                drafted, kept, own, first, self.planned, done.seconds, done.planning, done.prefilled, proposed
+            )
         self._slots.verify_steps[batch.ids] += verified
         self._steps += 1
         sampled = kernels.observe(self._live.arrays, self._slots, self._model, batch, drafted, kept)
-        weigh = self._config.weigh_cost and self.cost.ready
-        prices, most, more = FREE, budget, 0
-        if weigh:
-            most = min(budget, self.cost.room(rows))
-            prices = self.cost.prices(rows, min(most, int(batch.limits.sum())))
-            if proposed:  # the next step mostly ends with a proposal, too
-                prices += self.cost.proposal(rows)
-            more = self._experiment(rows) if done.seconds is not None else 0
-            if proposed and not self.proposals.faster(rows) and not self._priced(rows):
-                most, more = min(budget, max(most, rows)), rows  # a trial needs the price of drafts
-                prices = self.cost.prices(rows, most) + self.cost.proposal(rows)
+        terms = Terms(FREE, budget)
+        if self._config.weigh_cost:
+            terms = weighing.terms(rows, budget, int(batch.limits.sum()), timed, proposed)
         longest = max(1, min(int(batch.limits.max(initial=0)), self._config.max_tokens))
         plans = Plans(
             draft=np.empty((rows, longest), dtype=np.int32),
@@ -167,86 +149,26 @@ class AdaptiveDrafter:
             planned=np.zeros(rows, dtype=np.int64),
         )
         floor = self._config.floor
-        self._explored = more > 0
-        self.planned = not weigh or self._explored or self.rest.plans(rows)
+        self.planned = weighing.plans(rows, terms)
         if self.planned:
-            least = 0.0 if more or self.rest.asleep(rows) else lowest_profitable(prices, rows)
             within = batch._replace(limits=self._within(budget, batch))
-            self._plan(within, plans, max(floor, least))
+            self._plan(within, plans, max(floor, weighing.least(rows, terms)))
         regrown = regrowth.plan(self._slots, self._agreement, batch, plans, 1 + accepted, floor, self._vocabulary)
         self._slots.source[batch.ids[regrown]] = kernels.PREVIOUS
-        reach, planned = plans.reach, plans.planned
-        granted = select_tokens(reach, planned, most, prices)
-        if more:
-            granted = self._tried(reach, planned, granted, min(most, int(granted.sum()) + more), prices)
-        elif weigh and self._omits(rows, granted, reach, prices):
-            granted[:] = 0
-        if weigh and done.chains is not None and done.seconds is not None and not (done.prefilled or self._explored):
-            change = prices[granted.sum()] - prices[min(int(drafted.sum()), len(prices) - 1)]
-            self._promised = rows, proposed, max(done.seconds + change, 0.0)
-        self.reach, self.granted = reach, granted
+        granted = weighing.grant(plans.reach, plans.planned, terms)
+        if done.chains is not None and done.seconds is not None and not done.prefilled:
+            weighing.promise(rows, proposed, done.seconds, int(drafted.sum()), int(granted.sum()), terms)
+        self.reach, self.granted = plans.reach, granted
         self._threads.defer(partial(kernels.count, self._live.arrays.counts, *sampled))
         flat, ends = plans.draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
         return [flat[begin:end] for begin, end in zip((ends - granted).tolist(), ends.tolist(), strict=True)]
 
-    def _weigh(self, done: DecodeStep, batch: Batch, drafted: np.ndarray, accepted: np.ndarray, proposed: bool) -> None:
-        assert done.seconds is not None
-        rows, size = len(drafted), int(drafted.sum())
-        self.cost.observe(rows, size, done.seconds, done.prefilled, proposed)
+    def _first_tokens(self, done: DecodeStep, batch: Batch) -> tuple[int, int]:
+        """Return the first planned tokens of rows, granted or not, and how many of them were sampled."""
         slots, ids = self._slots, batch.ids
-        prices = self.cost.prices(rows, max(rows, size))
-        row = float(prices[0]) / rows  # seconds of a token without drafts
-        own = slots.source[ids, 0] != kernels.PREVIOUS  # a previous text needs no plan
-        gain = row * accepted[own].sum() - (prices[size] - prices[size - int(drafted[own].sum())])
-        if accepted.any() or not size:
-            # What the first planned token of each row would have gained: the confidence may lag behind the text.
-            first = (slots.planned[ids] > 0) & (slots.planned_at[ids] == slots.length[ids])
-            sampled = done.tokens[batch.rows, np.minimum(slots.length[ids], batch.lengths - 1)]
-            hits = row * (first & (slots.draft[ids, 0] == sampled)).sum()
-            gain = max(gain, hits - (prices[first.sum()] - prices[0]))
-            unknown = rows + int(first.sum()) > self.cost.largest and (gain > 0 or not self._explored)
-            self._curious = unknown and self.rest.asleep(rows) and self.rest.pays(rows, hits, row * rows)
-        if not self._explored or gain > 0:
-            self.rest.observe(rows, self.planned, done.planning, float(gain), row * rows)
-
-    def _experiment(self, rows: int) -> int:
-        """Return the draft tokens that the next step verifies in addition to the profitable ones; mostly 0."""
-        steps = self.cost.steps[width_of(rows)]
-        regular = steps > 1 and not (steps & (steps - 1) if steps < EXPLORE_EVERY else steps % EXPLORE_EVERY)
-        curious, self._curious = self._curious, False
-        if not regular and not curious:
-            return 0
-        self._experiments += 1
-        return max(rows, self._config.max_tokens) >> -self._experiments % 3
-
-    def _tried(
-        self, reach: np.ndarray, planned: np.ndarray, granted: np.ndarray, most: int, prices: np.ndarray
-    ) -> np.ndarray:
-        """An experiment grants up to ``most`` tokens that take no more than a step's time, if at all."""
-        size = int(granted.sum())
-        most = min(most, max(1, int(np.searchsorted(prices, prices[size] + prices[0], side="right")) - 1))
-        tried = select_tokens(reach, planned, most, FREE)
-        value = reach[np.arange(reach.shape[1]) < planned[:, None]].sum() * prices[0] / len(planned)
-        # A price that is hardly known may be half.
-        worth = value >= (prices[tried.sum()] - prices[size]) / 2
-        return tried if worth or self.cost.steps[width_of(len(planned))] >= EXPLORE_EVERY else granted
-
-    def _omits(self, rows: int, granted: np.ndarray, reach: np.ndarray, prices: np.ndarray) -> bool:
-        """Return whether the next step omits its drafts, so that the price without drafts stays known.
-
-        The less drafts gain, the more exact it must be, and the less is lost: :data:`OMITTED` of the time.
-        """
-        size = int(granted.sum())
-        if not size:
-            return False
-        values = reach[np.arange(reach.shape[1]) < granted[:, None]].sum()
-        gain = (1 + float(values) / rows) * prices[0] / prices[size] - 1
-        width = width_of(rows)
-        self._owed[width] += OMITTED
-        omits = bool(self._owed[width] >= max(gain, 8 * OMITTED))
-        if omits:
-            self._owed[width] = 0
-        return omits
+        first = (slots.planned[ids] > 0) & (slots.planned_at[ids] == slots.length[ids])
+        sampled = done.tokens[batch.rows, np.minimum(slots.length[ids], batch.lengths - 1)]
+        return int(first.sum()), int((first & (slots.draft[ids, 0] == sampled)).sum())
 
     def _slots_of(self, requests: tuple[str, ...]) -> np.ndarray:
         """int32[B]; the result of the last step is reused for the same requests."""
@@ -284,15 +206,7 @@ class AdaptiveDrafter:
     def proposes(self, rows: int) -> bool:
         if not self._config.weigh_cost:
             return True
-        wanted = self.proposals.wanted(rows)
-        if wanted and not self.proposals.faster(rows) and self._priced(rows):
-            chain = self._slots.chain.shape[1]
-            prices = self.cost.prices(rows, chain * rows)
-            return bool((1 + chain) * prices[0] > prices[-1] + self.cost.proposal(rows))  # if all were accepted
-        return wanted
-
-    def _priced(self, rows: int) -> bool:
-        return 2 * rows <= self.cost.largest
+        return self.weighing.proposes(rows, self._slots.chain.shape[1])
 
     def finish(self, request: str) -> RequestCounts:
         live = self._requests.get(request)

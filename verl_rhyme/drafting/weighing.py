@@ -1,0 +1,167 @@
+"""Weighs drafts against the time of a step: how many to verify, which steps to plan, and whether the model drafts.
+
+The price of a step (:mod:`.cost`) meets the decisions of :mod:`.budget`. A price is known of steps that were made:
+experiments verify more than is profitable, and some steps omit their drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_rhyme.drafting.budget import FREE, Proposals, Rest, lowest_profitable, select_tokens
+from verl_rhyme.drafting.cost import WIDTHS, StepCost, width_of
+
+#: Longest interval between two experiments of a width, in its steps; the first are at 2, 4, 8, ... An experiment
+#: verifies more than is profitable (up to one token a row, or the longest draft if that is more), so that the price of
+#: drafting becomes and stays known.
+EXPLORE_EVERY = 128
+#: Share of the time that may be lost by steps that omit profitable drafts.
+OMITTED = 1 / 200
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the next step's drafts cost and may cost."""
+
+    prices: np.ndarray  # float64[n], seconds of a step with 0, 1, ... draft tokens
+    most: int  # draft tokens of the batch
+    more: int = 0  # draft tokens beyond the profitable ones: an experiment, if not 0
+    weighed: bool = False  # whether the prices are known
+
+
+class Weighing:
+    """Learns from finished steps with times; drafts have up to ``longest`` tokens."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self.cost, self.rest, self.proposals = StepCost(), Rest(), Proposals()
+        self._explored = False  # whether the last step was an experiment
+        self._experiments = 0
+        self._curious = False  # whether drafts would gain if they were cheap, and their price is not known
+        self._owed = np.zeros(WIDTHS)  # loss by omitted drafts that is allowed, in steps
+        #: Of the last plan: rows, whether the model drafted for it, and seconds of a step that verifies such drafts.
+        self._promised: tuple[int, bool, float] | None = None
+
+    def keep_promise(self, rows: int, accepted: int, timed: bool) -> None:
+        """Count the tokens of a finished step for or against the model's drafter."""
+        promised, self._promised = self._promised, None
+        if promised is not None and timed and promised[0] == rows:
+            self.proposals.observe(rows, promised[1], rows + accepted, promised[2])
+
+    def promise(self, rows: int, proposed: bool, seconds: float, drafted: int, granted: int, terms: Terms) -> None:
+        """Remember what a step takes that verifies ``granted`` tokens: one of ``drafted`` tokens took ``seconds``."""
+        if terms.weighed and not self._explored:
+            change = terms.prices[granted] - terms.prices[min(drafted, len(terms.prices) - 1)]
+            self._promised = rows, proposed, max(seconds + float(change), 0.0)
+
+    def observe(
+        self,
+        drafted: np.ndarray,  # int64[B], tokens that the step verified
+        accepted: np.ndarray,  # int64[B]
+        own: np.ndarray,  # bool[B], rows whose drafts were planned: a previous text needs no plan
+        first: tuple[int, int] | None,  # planned first tokens, granted or not, and those that were right
+        planned: bool,
+        seconds: float,  # of the step
+        planning: float,  # seconds of its plan
+        prefilled: int,
+        proposed: bool,  # whether the model's drafter ran at its end
+    ) -> None:
+        rows, size = len(drafted), int(drafted.sum())
+        self.cost.observe(rows, size, seconds, prefilled, proposed)
+        prices = self.cost.prices(rows, max(rows, size))
+        row = float(prices[0]) / rows  # seconds of a token without drafts
+        gain = row * accepted[own].sum() - (prices[size] - prices[size - int(drafted[own].sum())])
+        if first is not None:  # what they would have gained: the confidence may lag behind the text
+            count, right = first
+            hits = row * right
+            gain = max(gain, hits - (prices[count] - prices[0]))
+            unknown = rows + count > self.cost.largest and (gain > 0 or not self._explored)
+            self._curious = unknown and self.rest.asleep(rows) and self.rest.pays(rows, hits, row * rows)
+        if not self._explored or gain > 0:
+            self.rest.observe(rows, planned, planning, float(gain), row * rows)
+
+    def terms(self, rows: int, budget: int, limit: int, timed: bool, proposed: bool) -> Terms:
+        """Return the terms of the next step, of at most ``budget`` draft tokens, ``limit`` by the rows' own limits."""
+        if not self.cost.ready:
+            self._explored = False
+            return Terms(FREE, budget)
+        most, more = min(budget, self.cost.room(rows)), self._experiment(rows) if timed else 0
+        prices = self.cost.prices(rows, min(most, limit))
+        if proposed:  # the next step mostly ends with a proposal, too
+            if not self.proposals.faster(rows) and not self._priced(rows):
+                most, more = min(budget, max(most, rows)), rows  # a trial needs the price of drafts
+                prices = self.cost.prices(rows, most)
+            prices = prices + self.cost.proposal(rows)
+        self._explored = more > 0
+        return Terms(prices, most, more, weighed=True)
+
+    def plans(self, rows: int, terms: Terms) -> bool:
+        """Return whether the next step is planned."""
+        return not terms.weighed or self._explored or self.rest.plans(rows)
+
+    def least(self, rows: int, terms: Terms) -> float:
+        """Return a lower bound of the value of the tokens that :meth:`grant` grants."""
+        if not terms.weighed or terms.more or self.rest.asleep(rows):
+            return 0.0
+        return lowest_profitable(terms.prices, rows)
+
+    def grant(self, reach: np.ndarray, planned: np.ndarray, terms: Terms) -> np.ndarray:
+        """Return the draft tokens of each row, int64[B]; arguments as of :func:`.budget.select_tokens`."""
+        granted = select_tokens(reach, planned, terms.most, terms.prices)
+        if terms.more:
+            return self._tried(reach, planned, granted, min(terms.most, int(granted.sum()) + terms.more), terms.prices)
+        if terms.weighed and self._omits(granted, reach, terms.prices):
+            granted[:] = 0
+        return granted
+
+    def proposes(self, rows: int, longest: int) -> bool:
+        """Return whether the model's drafter is to draft ``longest`` tokens a row after this step."""
+        wanted = self.proposals.wanted(rows)
+        if wanted and not self.proposals.faster(rows) and self._priced(rows):
+            prices = self.cost.prices(rows, longest * rows)
+            return bool((1 + longest) * prices[0] > prices[-1] + self.cost.proposal(rows))  # if all were accepted
+        return wanted
+
+    def _priced(self, rows: int) -> bool:
+        return 2 * rows <= self.cost.largest
+
+    def _experiment(self, rows: int) -> int:
+        """Return the draft tokens that the next step verifies in addition to the profitable ones; mostly 0."""
+        steps = self.cost.steps[width_of(rows)]
+        regular = steps > 1 and not (steps & (steps - 1) if steps < EXPLORE_EVERY else steps % EXPLORE_EVERY)
+        curious, self._curious = self._curious, False
+        if not regular and not curious:
+            return 0
+        self._experiments += 1
+        return max(rows, self._longest) >> -self._experiments % 3
+
+    def _tried(
+        self, reach: np.ndarray, planned: np.ndarray, granted: np.ndarray, most: int, prices: np.ndarray
+    ) -> np.ndarray:
+        """An experiment grants up to ``most`` tokens that take no more than a step's time, if at all."""
+        size = int(granted.sum())
+        most = min(most, max(1, int(np.searchsorted(prices, prices[size] + prices[0], side="right")) - 1))
+        tried = select_tokens(reach, planned, most, FREE)
+        value = reach[np.arange(reach.shape[1]) < planned[:, None]].sum() * prices[0] / len(planned)
+        # A price that is hardly known may be half.
+        worth = value >= (prices[tried.sum()] - prices[size]) / 2
+        return tried if worth or self.cost.steps[width_of(len(planned))] >= EXPLORE_EVERY else granted
+
+    def _omits(self, granted: np.ndarray, reach: np.ndarray, prices: np.ndarray) -> bool:
+        """Return whether the next step omits its drafts, so that the price without drafts stays known.
+
+        The less drafts gain, the more exact it must be, and the less is lost: :data:`OMITTED` of the time.
+        """
+        size, rows = int(granted.sum()), len(granted)
+        if not size:
+            return False
+        values = reach[np.arange(reach.shape[1]) < granted[:, None]].sum()
+        gain = (1 + float(values) / rows) * prices[0] / prices[size] - 1
+        width = width_of(rows)
+        self._owed[width] += OMITTED
+        omits = bool(self._owed[width] >= max(gain, 8 * OMITTED))
+        if omits:
+            self._owed[width] = 0
+        return omits
