@@ -140,4 +140,11 @@ PARTS: tuple[Part, ...] = (
         needs=("torch", "vllm", "transformers"),
         gpu_only="vLLM's CPU build verifies no drafts of recurrent models; tests bring an op of their own",
     ),
+    Part(
+        "model_drafter",
+        _own("model_drafter"),
+        300,
+        "what a chain of three tokens of an EAGLE-3 head takes (`drafter_ms`) beside a step (`step_ms` of stock)",
+        needs=("torch", "vllm", "transformers"),
+    ),
 )
