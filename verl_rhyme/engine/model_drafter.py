@@ -3,7 +3,8 @@
 vLLM runs its proposer as without us, after each step. Its tokens are not drafted as they are: once the step's sampled
 tokens are known, :class:`.proposer.HistoryProposer` plans the drafts from them and from texts. Where they gain less
 than their time, vLLM's proposer does not run. Its KV cache misses such steps: MTP and EAGLE still have the policy's
-hidden state, and predict as well after 64 missed tokens; a small model has its cache alone, so it takes in every step.
+hidden state (an EAGLE head for SmolLM2 predicted as well after 64 missed tokens; longer gaps, other heads and MTP are
+not measured); a small model has its cache alone, so it takes in every step.
 """
 
 from __future__ import annotations
