@@ -364,6 +364,8 @@ def tables(rows: Iterable[Row]) -> list[str]:
     """
     found: dict[str, dict[tuple[bool, str, int], dict[str, list[Row]]]] = {"arms": {}, "models": {}}
     for row in rows:
+        if row["part"] == "models" and row["model"] == MAIN:
+            continue  # the table of the arms has it
         size = f"{row['gpus']:,} GPUs{', drafts' * row['drafts']}"
         arms = found[row["part"]].setdefault((row["separate"], row["arm"], row["max_staleness"]), {})
         arms.setdefault(size if row["part"] == "arms" else row["model"], []).append(row)

@@ -1,6 +1,6 @@
 """Train an EAGLE-3 drafter for SmolLM2, and write it in vLLM's format.
 
-    python -m examples.smollm2.eagle --out DIR/eagle3-smollm2      # 20 minutes on two cores
+    python -m examples.smollm2.eagle --out DIR/eagle3-smollm2      # half an hour on two cores
 
 From the policy's hidden states after a token and the embedding of the next one, the head predicts the token after that
 one (EAGLE-3: Li et al. 2025, arXiv:2503.01840, section 3). It learns from responses that the policy samples to tasks of
@@ -132,9 +132,10 @@ def study(policy: Any, texts: list[tuple[list[int], int]], order: torch.Tensor) 
 
 
 def train(policy: Any, texts: list[tuple[list[int], int]], seconds: float) -> tuple[Head, torch.Tensor]:
-    """Return a head trained on ``texts`` for so many seconds, and its tokens; a tenth of the texts only measures it."""
+    """Return a head trained on ``texts`` for so many seconds, and its tokens. A tenth of the prompts measures it."""
     rng = random.Random(0)
-    rng.shuffle(texts)
+    prompts = [tuple(text[:prompt]) for text, prompt in texts]
+    measured = set(rng.sample(sorted(set(prompts)), len(set(prompts)) // 10))
     count = Counter(token for text, _ in texts for token in text)
     tokens = torch.tensor(sorted(token for token, _ in count.most_common(TOKENS)))
     order = torch.full((policy.config.vocab_size,), -1)
@@ -143,7 +144,10 @@ def train(policy: Any, texts: list[tuple[list[int], int]], seconds: float) -> tu
     studied = study(policy, texts, order)
     sampled = sum(len(each.likely) for each in studied)
     print(f"{sampled} tokens of responses; hidden states: {time.perf_counter() - began:.0f} s", flush=True)
-    held, rest = studied[: len(texts) // 10], studied[len(texts) // 10 :]
+    held, rest = (
+        [each for each, prompt in zip(studied, prompts, strict=True) if (prompt in measured) == holds]
+        for holds in (True, False)
+    )
     head = Head(policy, tokens)
     optimizer = torch.optim.AdamW(head.parameters(), lr=_RATE, betas=(0.9, 0.95), weight_decay=0.01)
     began, epoch, seen = time.perf_counter(), 0, 0
@@ -170,7 +174,8 @@ def train(policy: Any, texts: list[tuple[list[int], int]], seconds: float) -> tu
 def _loss(policy: Any, head: Head, texts: list[Text]) -> tuple[torch.Tensor, list[float]]:
     """Return the loss, and the probability of each of a draft's tokens, if those before were right.
 
-    Later tokens take the head's own hidden states, as a draft does ("training-time test").
+    Later tokens take the head's own hidden states ("training-time test"), here for all tokens before them, too; a draft
+    has the policy's for those before the draft, so figures of later tokens are approximate.
     """
     length = max(len(text.tokens) for text in texts)
     tokens = torch.zeros(len(texts), length, dtype=torch.long)

@@ -21,13 +21,12 @@ import numpy as np
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import confidence, kernels, regrowth
 from verl_rhyme.drafting.arrays import Batch, Plans, SlotArrays
-from verl_rhyme.drafting.budget import FREE
 from verl_rhyme.drafting.histories import Get, Histories, Release, keep
 from verl_rhyme.drafting.kernels import MAX_CANDIDATES, N_INPUTS
 from verl_rhyme.drafting.live_texts import LiveTexts
 from verl_rhyme.drafting.policy import SOURCES, DecodeStep, RequestCounts
 from verl_rhyme.drafting.threads import Threads
-from verl_rhyme.drafting.weighing import Terms, Weighing
+from verl_rhyme.drafting.weighing import Weighing
 from verl_rhyme.history import suffix_index
 from verl_rhyme.history.record import PromptHistory
 
@@ -67,7 +66,7 @@ class AdaptiveDrafter:
         self._live = LiveTexts(config.live_tokens, slots)
         self._model, self._agreement = confidence.prior(), regrowth.prior()
         self._scratch = [kernels.scratch(config.max_tokens) for _ in range(self._threads.count)]
-        self.weighing = Weighing(config.max_tokens)
+        self.weighing = Weighing(config.max_tokens, config.weigh_cost)
         self._steps = 0
         self.planned = False  # whether the last step was planned
         self._free = list(range(slots))[::-1]
@@ -139,9 +138,7 @@ class AdaptiveDrafter:
         self._slots.verify_steps[batch.ids] += verified
         self._steps += 1
         sampled = kernels.observe(self._live.arrays, self._slots, self._model, batch, drafted, kept)
-        terms = Terms(FREE, budget)
-        if self._config.weigh_cost:
-            terms = weighing.terms(rows, budget, int(batch.limits.sum()), timed, proposed)
+        terms = weighing.terms(rows, budget, int(batch.limits.sum()), timed, proposed)
         longest = max(1, min(int(batch.limits.max(initial=0)), self._config.max_tokens))
         plans = Plans(
             draft=np.empty((rows, longest), dtype=np.int32),
@@ -204,8 +201,6 @@ class AdaptiveDrafter:
         return limits
 
     def proposes(self, rows: int) -> bool:
-        if not self._config.weigh_cost:
-            return True
         return self.weighing.proposes(rows, self._slots.chain.shape[1])
 
     def finish(self, request: str) -> RequestCounts:

@@ -32,10 +32,10 @@ class Terms:
 
 
 class Weighing:
-    """Learns from finished steps with times; drafts have up to ``longest`` tokens."""
+    """Learns from finished steps with times; drafts have up to ``longest`` tokens. Not ``enabled``, all are granted."""
 
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
+    def __init__(self, longest: int, enabled: bool) -> None:
+        self._longest, self._enabled = longest, enabled
         self.cost, self.rest, self.proposals = StepCost(), Rest(), Proposals()
         self._explored = False  # whether the last step was an experiment
         self._experiments = 0
@@ -52,7 +52,7 @@ class Weighing:
 
     def promise(self, rows: int, proposed: bool, seconds: float, drafted: int, granted: int, terms: Terms) -> None:
         """Remember what a step takes that verifies ``granted`` tokens: one of ``drafted`` tokens took ``seconds``."""
-        if terms.weighed and not self._explored:
+        if terms.weighed and not terms.more:
             change = terms.prices[granted] - terms.prices[min(drafted, len(terms.prices) - 1)]
             self._promised = rows, proposed, max(seconds + float(change), 0.0)
 
@@ -84,8 +84,7 @@ class Weighing:
 
     def terms(self, rows: int, budget: int, limit: int, timed: bool, proposed: bool) -> Terms:
         """Return the terms of the next step, of at most ``budget`` draft tokens, ``limit`` by the rows' own limits."""
-        if not self.cost.ready:
-            self._explored = False
+        if not (self._enabled and self.cost.ready):
             return Terms(FREE, budget)
         most, more = min(budget, self.cost.room(rows)), self._experiment(rows) if timed else 0
         prices = self.cost.prices(rows, min(most, limit))
@@ -99,7 +98,7 @@ class Weighing:
 
     def plans(self, rows: int, terms: Terms) -> bool:
         """Return whether the next step is planned."""
-        return not terms.weighed or self._explored or self.rest.plans(rows)
+        return not terms.weighed or terms.more > 0 or self.rest.plans(rows)
 
     def least(self, rows: int, terms: Terms) -> float:
         """Return a lower bound of the value of the tokens that :meth:`grant` grants."""
@@ -118,6 +117,8 @@ class Weighing:
 
     def proposes(self, rows: int, longest: int) -> bool:
         """Return whether the model's drafter is to draft ``longest`` tokens a row after this step."""
+        if not self._enabled:
+            return True
         wanted = self.proposals.wanted(rows)
         if wanted and not self.proposals.faster(rows) and self._priced(rows):
             prices = self.cost.prices(rows, longest * rows)

@@ -1,8 +1,8 @@
 """The model's own drafter (MTP, EAGLE, a small model) as one more source of drafts.
 
-vLLM runs its proposer as without us, after each step. Its tokens are not drafted as they are: once the step's sampled
-tokens are known, :class:`.proposer.HistoryProposer` plans the drafts from them and from texts. Where they gain less
-than their time, vLLM's proposer does not run. Its KV cache misses such steps: MTP and EAGLE still have the policy's
+vLLM runs its proposer after a step. Its tokens are not drafted as they are: once the step's sampled tokens are known,
+:class:`.proposer.HistoryProposer` plans the drafts from them and from texts. Where measured times speak against it,
+vLLM's proposer does not run. Its KV cache misses such steps: MTP and EAGLE still have the policy's
 hidden state (an EAGLE head for SmolLM2 predicted as well after 64 missed tokens; longer gaps, other heads and MTP are
 not measured); a small model has its cache alone, so it takes in every step.
 """
