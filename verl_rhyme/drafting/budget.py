@@ -129,26 +129,34 @@ class Rest:
 class Proposals:
     """Decides by width whether the model's own drafter drafts after a step: if tokens come faster with its drafts.
 
-    It starts without; the slower way is tried for one step at intervals that double.
+    It starts without. The slower way is tried at intervals that double, until a trial has lost a step.
     """
 
-    #: Steps before the first trial, and most between two; steps that a rate remembers.
-    SOON, SELDOM, MEMORY = 24, 512, 64
+    #: Steps before the first trial, and most between two; most steps of a trial; steps that a rate remembers.
+    SOON, SELDOM, TRIAL, MEMORY = 24, 512, 25, 64
 
     def __init__(self) -> None:
         self._sums = np.zeros((WIDTHS, 2, 2))  # tokens and seconds, by whether the drafter drafts
         self._interval = np.full(WIDTHS, self.SOON)
         self._waited = np.zeros(WIDTHS, dtype=np.int64)
+        self._trial = np.zeros(WIDTHS, dtype=np.int64)  # steps left of a trial
+        self._lost = np.zeros(WIDTHS)  # tokens of a row that the trial has cost
 
     def wanted(self, rows: int) -> bool:
         width = width_of(rows)
-        self._waited[width] += 1
         faster = self.faster(rows)
-        if self._waited[width] < self._interval[width]:
-            return faster
-        self._waited[width] = 0
-        self._interval[width] = min(2 * self._interval[width], self.SELDOM)
-        return not faster
+        if not self._trial[width]:
+            self._waited[width] += 1
+            if self._waited[width] < self._interval[width]:
+                return faster
+            self._waited[width], self._trial[width], self._lost[width] = 0, self.TRIAL, 0.0
+            self._interval[width] = min(2 * self._interval[width], self.SELDOM)
+        self._trial[width] -= 1
+        # What a step of it gained is known a step later.
+        return faster if self._trial[width] % 2 else not faster
+
+    def end_trial(self, rows: int) -> None:
+        self._trial[width_of(rows)] = 0
 
     def observe(self, rows: int, proposed: bool, tokens: float, seconds: float) -> None:
         """Take in a step's tokens; the model ``proposed`` at the end of the step before, or not.
@@ -157,10 +165,15 @@ class Proposals:
         """
         width = width_of(rows)
         before = self.faster(rows)
+        if self._trial[width] and proposed != before:
+            usual, usual_seconds = self._sums[width, int(before)].tolist()
+            self._lost[width] += (usual / usual_seconds * seconds - tokens) / rows if usual else 0.0
+            if self._lost[width] > 1:
+                self._trial[width] = 0
         self._sums[width, int(proposed)] *= 1 - 1 / self.MEMORY
         self._sums[width, int(proposed)] += tokens, seconds
         if self.faster(rows) != before:
-            self._interval[width], self._waited[width] = self.SOON, 0
+            self._interval[width], self._waited[width], self._trial[width] = self.SOON, 0, 0
 
     def faster(self, rows: int) -> bool:
         """Return whether the model's drafts are known to gain."""

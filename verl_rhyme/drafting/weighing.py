@@ -91,6 +91,7 @@ class Weighing:
         if proposed:  # the next step mostly ends with a proposal, too
             if not self.proposals.faster(rows) and not self._priced(rows):
                 most, more = min(budget, max(most, rows)), rows  # a trial needs the price of drafts
+                self.proposals.end_trial(rows)
                 prices = self.cost.prices(rows, most)
             prices = prices + self.cost.proposal(rows)
         self._explored = more > 0

@@ -109,3 +109,12 @@ def test_the_model_drafts_where_it_gains(machine, model, right, early, late, noi
     log = VirtualEngine(priced, Texts(0.0, 400), slots).run(repeat(400), 800)
     assert log.gain(0, 60) > early
     assert log.gain(0, 800) > late
+
+
+def test_an_unlucky_trial_does_not_decide():
+    """Of one row, a single step says little: half of the drafts' first tokens are wrong."""
+    for seed in range(10):
+        priced = linear(**MEMORY, noise=0.03, right=0.5)
+        priced.model = 0.3 * priced.seconds(1, 0, 0, 0)
+        log = VirtualEngine(priced, Texts(0.0, 400, seed), 1, seed).run(repeat(400), 800)
+        assert log.gain(0, 800) > 1.2
