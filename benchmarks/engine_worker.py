@@ -97,7 +97,7 @@ class Follower:
         self.clear()
 
     def clear(self) -> None:
-        self.steps = self.rows = self.emitted = self.drafted = 0
+        self.steps = self.rows = self.emitted = self.drafted = self.passes = 0
         self.emissions: dict[int, list[int]] = {}
         self._numbers.clear()
         self._positions.clear()
@@ -151,6 +151,13 @@ class ReplayWorker(RhymeWorkerMethods):
         drafter = getattr(runner, "drafter", None)
         runner.draft_seconds = 0.0
         if "rhyme" in (runner.vllm_config.additional_config or {}) and not isinstance(drafter, ReplayProposer):
+            proposes = drafter.propose
+
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                runner.follower.passes += 1
+                return proposes(*args, **kwargs)
+
+            drafter.propose = counted
             drafter = runner.rhyme_proposer = ReplayProposer(runner.vllm_config)  # next to the model's drafter
         if our_sampler or hasattr(drafter, "attach"):
             refused = self.install_sampler()
@@ -200,16 +207,17 @@ class ReplayWorker(RhymeWorkerMethods):
             "rows": follower.rows,
             "emitted": follower.emitted,
             "drafted": follower.drafted,
+            "passes": follower.passes,  # of the model's drafter next to ours
             "draft_seconds": runner.draft_seconds,
             "emissions": [[number, *counts] for number, counts in follower.emissions.items()],
         }
         drafter = self._proposer
         if isinstance(drafter, ReplayProposer):
             counts["errors"] = drafter.totals()["errors"]
-            cost = getattr(drafter._drafter, "cost", None)
+            cost = getattr(getattr(drafter._drafter, "weighing", None), "cost", None)
             rows = max(1, round(follower.rows / max(1, follower.steps)))
             counts["cost"] = None if cost is None else cost.prices(rows, 4 * rows)[[0, rows, 4 * rows]].tolist()
         runner.draft_seconds = 0.0
-        follower.steps = follower.rows = follower.emitted = follower.drafted = 0
+        follower.steps = follower.rows = follower.emitted = follower.drafted = follower.passes = 0
         follower.emissions = {}
         return counts

@@ -228,14 +228,14 @@ def arms(quick: bool, world: str | None = None) -> list[str]:
 
 def measure(cell: Cell, engines: dict[str, Engine], folder: str, rounds: int) -> dict[str, list[dict[str, Any]]]:
     """Return counts and seconds of each arm in each round."""
-    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in [*engines, BOUND]}
+    bound = [BOUND] if engines.keys() >= {RHYME, ORACLE} else []
+    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in [*engines, *bound]}
     names = list(engines)
     for turn in range(rounds):
         for arm in names[turn % len(names) :] + names[: turn % len(names)]:
             found[arm].append(once(cell, engines[arm], folder))
-        # The bound uses rhyme's steps of the same round.
-        oracle = engines[ORACLE]
-        found[BOUND].append(once(cell, oracle, folder, found[RHYME][-1]["emissions"]))
+        if bound:  # it uses rhyme's steps of the same round
+            found[BOUND].append(once(cell, engines[ORACLE], folder, found[RHYME][-1]["emissions"]))
     return found
 
 
@@ -275,6 +275,7 @@ def summarise(cell: Cell, found: dict[str, list[dict[str, Any]]]) -> list[dict[s
                 "draft_ms_per_step": round(1e3 * run["draft_seconds"] / run["steps"], 3),
                 "rounds": len(runs),
             }
+            | ({"model_passes_per_step": round(run["passes"] / run["steps"], 3)} if arm == BOTH else {})
             | ({"step_ms_drafting_0_1_4_a_row": [round(1e3 * x, 1) for x in run["cost"]]} if run.get("cost") else {})
         )
         if run.get("errors"):
@@ -292,7 +293,9 @@ def main(
     trace: Annotated[list[str] | None, typer.Option(help="names of traces in benchmarks/traces")] = None,
     concurrency: Annotated[list[int] | None, typer.Option(help="concurrent requests")] = None,
     epoch: Annotated[list[int] | None, typer.Option(help="counted from 1")] = None,
-    arm: Annotated[list[str] | None, typer.Option(help="in addition to stock, rhyme, oracle; default: all")] = None,
+    arm: Annotated[
+        list[str] | None, typer.Option(help="next to stock; default: all. Five engines of SmolLM2 need 20 GB")
+    ] = None,
     variant: Annotated[list[str] | None, typer.Option(help="additional arm: rhyme with these options, as JSON")] = None,
     drafter: Annotated[str | None, typer.Option(help="folder of the model's own drafter")] = None,
     responses: Annotated[int, typer.Option(min=1, help="maximum responses to measure per cell and round")] = 128,
@@ -303,10 +306,11 @@ def main(
     names = trace or (["qwen2-t1"] if quick else ["qwen2-t1", "qwen2-t06"])
     widths = concurrency or ([32] if quick else [1, 8, 32, 128])
     epochs = epoch or ([5] if quick else [1, 5])
-    wanted = [a for a in arms(quick, world) if not arm or a in (STOCK, RHYME, ORACLE, *arm)]
+    available = arms(quick, world) + ([MODEL, BOTH] if drafter is not None else [])
+    if unknown := set(arm or ()) - set(available):
+        raise typer.BadParameter(f"no arm {', '.join(unknown)}: choose of {', '.join(available)}")
+    wanted = [a for a in available if not arm or a in (STOCK, *arm)]
     wanted += [f"{RHYME} {options}" for options in variant or []]
-    if drafter is not None:
-        wanted += [MODEL, BOTH]
     path = str(model or traces.FOLDER.parents[1] / "examples" / "tiny_world" / "models" / "qwen2")
     if world is not None:
         from examples.tiny_world import widen  # imports torch, which needs the environment
