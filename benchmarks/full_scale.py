@@ -26,7 +26,6 @@ row. ``--table`` fails if rows of ``results/full_scale.jsonl`` have another fing
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import statistics
@@ -47,6 +46,7 @@ from verl_rhyme.config.presets import tree
 from verl_rhyme.config.scheduling import OVERSUBSCRIPTION
 from verl_rhyme.planning import plan_file
 from verl_rhyme.planning.planner import plan
+from verl_rhyme.planning.times import Work
 from verl_rhyme.planning.workload import Prompt
 from verl_rhyme.scheduling.batch import Collected
 from verl_rhyme.scheduling.rules import Rules, Unit, of_options
@@ -221,10 +221,6 @@ def planned(arm: Arm, gpus: int, model: str = MAIN) -> tuple[int, int]:
     return best.rollout_gpus, best.train_gpus
 
 
-class _EnoughError(Exception):
-    """All counted training steps have ended."""
-
-
 @cache
 def simulate(arm: Arm, at: Setting, share: float | None = None) -> dict[str, Any]:
     """Simulate one run of an arm.
@@ -275,7 +271,7 @@ def _lengths(prompts: Iterable[Prompt]) -> np.ndarray:
 
 def _fitting(scenario: Scenario, lengths: np.ndarray) -> int:
     """Return the samples that fit the engines' slots and KV caches, as ``scheduling.capacity`` does in training."""
-    held = float(np.sum(lengths * (PROMPT + lengths / 2)) / np.sum(lengths))
+    held = Work(lengths.astype(float), len(lengths), prompt_tokens=PROMPT).held_by_request
     return sum(min(cost.slots, int(cost.room / held)) for cost in scenario.replicas)
 
 
@@ -288,13 +284,8 @@ def _run(scenario: Scenario, prompts: Sequence[Prompt], updates: int) -> tuple[l
         collections.append(batch.collected)
         return batch
 
-    def stop_when_done(_: Step) -> None:
-        if len(simulation.steps) == updates:
-            raise _EnoughError
-
     simulation.rollout.take = take_and_record  # type: ignore[method-assign]
-    with contextlib.suppress(_EnoughError):
-        simulation.run(stop_when_done)
+    simulation.run(steps=updates)
     if simulation.placement.errors:
         raise RuntimeError(f"{scenario.placement} failed: {simulation.placement.last_error}")
     return simulation.steps, collections[:updates]

@@ -1,4 +1,4 @@
-"""Run checks that need a GPU, part by part in at most 40 minutes. Figures of an H100: docs/results.md.
+"""Run checks that need a GPU, part by part in at most 46 minutes. Figures of an H100: docs/results.md.
 
     bash benchmarks/gpu_check.sh [--quick] [--only PART ...] [--again] [--out FOLDER]
 

@@ -134,7 +134,7 @@ PARTS: tuple[Part, ...] = (
     Part(
         "recurrent",
         _own("recurrent"),
-        180,
+        300,
         "whether drafts for gated delta nets are right on a GPU, with patched metadata and vLLM's own kernels: none of "
         "the tokens is over 1 behind the most probable",
         needs=("torch", "vllm", "transformers"),

@@ -7,6 +7,7 @@ The patches of ``verl_rhyme/drafting/recurrent.py`` hold for vLLM's ngram, too.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import tempfile
@@ -74,7 +75,7 @@ def generate(arm: str) -> None:
     from vllm import LLM, SamplingParams
 
     folder = Path(os.environ["GPU_CHECK_FOLDER"])
-    settings = {
+    settings: dict[str, Any] = {
         "dtype": "bfloat16",
         "mamba_ssm_cache_dtype": "float32",
         "max_model_len": 512,
@@ -82,6 +83,8 @@ def generate(arm: str) -> None:
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
     }
+    if device().type == "cuda" and importlib.util.find_spec("flashinfer") is None:
+        settings["gdn_prefill_backend"] = "triton"  # on Hopper vLLM takes flashinfer's unasked
     chosen = drafting(folder) if arm == OURS else ARMS[arm]
     llm = LLM(model=str(folder / "model"), **{**settings, **engines.settings(0.3), "load_format": "auto", **chosen})
     if arm == OURS:

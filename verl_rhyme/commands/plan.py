@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from verl_rhyme.commands.output import one_line_errors
+from verl_rhyme.commands.shapes import What, of_arguments
 
 if TYPE_CHECKING:
     from verl_rhyme.planning.plan_file import LoadedPlan
@@ -25,17 +26,21 @@ _BETTER = 0.99
 
 
 def plan(
-    cluster: Annotated[Path, typer.Argument(help="File of sites, GPUs and batch: see examples/plan/one_site.yaml.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the file's values.")
-    ] = None,
+    arguments: What,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Divide GPUs between rollout and training and find the profitable max_staleness: steps, costs, overrides."""
+    """Divide GPUs between rollout and training and find the profitable max_staleness: steps, costs, overrides.
+
+    A file is like examples/plan/one_site.yaml; a shape is one site with one kind of GPU, and drafts.
+    """
     from verl_rhyme.planning import plan_file, planner
+    from verl_rhyme.planning.shape import SOURCE
 
     with one_line_errors("verl-rhyme plan"):
-        loaded = plan_file.load(cluster, overrides or [])
+        if (shape := of_arguments(arguments)) is None:
+            loaded = plan_file.load(Path(arguments[0]), arguments[1:])
+        else:
+            loaded = plan_file.of_tree(shape.plan_file(None, shape.acceptance[-1]), SOURCE)
         plans = planner.plan_bounds(loaded.problem) if loaded.compare_bounds else [planner.plan(loaded.problem)]
         best = planner.profitable(plans)
     if as_json:
@@ -44,7 +49,7 @@ def plan(
         _print(plans, best, loaded)
 
 
-def _overrides(split: Split, max_staleness: int) -> list[str]:
+def split_overrides(split: Split, max_staleness: int) -> list[str]:
     train, rollout = (
         (-(-gpus // pool.node), min(gpus, pool.node))  # nodes, and GPUs of each
         for gpus, pool in ((split.train_gpus, split.train), (split.rollout_gpus, split.rollout))
@@ -80,7 +85,7 @@ def _report(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> dict[str
             for plan in plans
         ],
         "best": _row(chosen.best),
-        "overrides": _overrides(chosen.best, chosen.max_staleness),
+        "overrides": split_overrides(chosen.best, chosen.max_staleness),
         "compared": [_row(split) for split in chosen.others],
         "looked_at": chosen.compared,
         "refused": chosen.refused,
@@ -169,4 +174,4 @@ def _print(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> None:
         print(f"not possible: {reason}")
     for kind, source in loaded.sources.items():
         print(f"source of step costs on {kind}: {source}")
-    print("overrides:", *_overrides(best, chosen.max_staleness), sep="\n  ")
+    print("overrides:", *split_overrides(best, chosen.max_staleness), sep="\n  ")

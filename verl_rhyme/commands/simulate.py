@@ -3,36 +3,48 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from verl_rhyme.commands.output import one_line_errors
+from verl_rhyme.commands.plan import split_overrides
+from verl_rhyme.commands.shapes import What, of_arguments
 
 if TYPE_CHECKING:
+    from verl_rhyme.planning.shape import Shape
     from verl_rhyme.simulation.cluster_file import Loaded
+    from verl_rhyme.simulation.presets import Refused, Row
     from verl_rhyme.simulation.run import Simulation
 
 
+#: Minimum width of the table in characters, and place of the options.
+_WIDTH = 100
+_OPTION = "actor_rollout_ref.rollout.custom.rhyme"
+
+
 def simulate(
-    cluster: Annotated[Path, typer.Argument(help="Cluster file, such as examples/simulate/dapo32b.yaml.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the file's values.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per step, then a summary.")] = False,
+    arguments: What,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per step or preset.")] = False,
 ) -> None:
-    """Simulate a run in virtual time, with the scheduler, placement and length predictor of training."""
+    """Simulate a run in virtual time, with the scheduler, placement and length predictor of training.
+
+    Of a file such as examples/simulate/dapo32b.yaml each step; of a shape the presets compared.
+    """
     from rich.progress import Progress
 
     from verl_rhyme.simulation import cluster_file
     from verl_rhyme.simulation.run import Simulation
 
     with one_line_errors("verl-rhyme simulate", RuntimeError):
-        loaded = cluster_file.load(cluster, overrides or [])
+        if (shape := of_arguments(arguments)) is not None:
+            return _compare(shape, as_json)
+        loaded = cluster_file.load(Path(arguments[0]), arguments[1:])
         rules, drafts = loaded.scenario.rules, max(loaded.scenario.drafts.acceptance) > 1
         size = f"{loaded.total} prompts, {loaded.updates} training steps of {rules.batch_prompts}"
         without = "" if drafts else "; without drafts (drafts.acceptance)"
@@ -62,3 +74,72 @@ def _print_simulated(simulation: Simulation, loaded: Loaded, as_json: bool) -> N
         print(line)
     for source in loaded.sources:
         print(f"source of step costs: {source}")
+
+
+def _compare(shape: Shape, as_json: bool) -> None:
+    from rich.progress import track
+
+    from verl_rhyme.simulation import presets
+
+    print(_described(shape), file=sys.stderr)
+    processes = max(1, min(len(presets.ROWS), len(os.sched_getaffinity(0)) - 1))
+    found = presets.compare(shape, processes)
+    rows = list(track(found, "presets", len(presets.ROWS), console=Console(stderr=True), transient=True))
+    best = presets.chosen(rows)
+    if as_json:
+        for row in rows:
+            print(json.dumps({**_named(row), "chosen": row is best}))
+        return
+    stock = next(row.tokens_per_s for row in rows if isinstance(row, presets.Row))
+    columns = ("k", "engines", "step s, epoch 1", "step s, later", "tokens/s", "rollout", "staleness")
+    table = Table("preset", *columns, box=None, pad_edge=False)
+    for row in rows:
+        where = "colocated" if not row.separate else "separate"
+        start = row.preset, "" if row.max_staleness is None else str(row.max_staleness)
+        if isinstance(row, presets.Refused):
+            table.add_row(*start, where, "not possible")
+            continue
+        if row.split is not None:
+            where = f"{row.split.rollout_gpus} + {row.split.train_gpus} GPUs"
+        times = f"{row.step_first_s:.0f}", f"{row.step_s:.0f}", f"{row.tokens_per_s / stock:.2f} x"
+        table.add_row(*start, where, *times, f"{row.rollout:.0%}", f"{row.staleness_mean:.1f} ({row.staleness_max})")
+    Console(width=max(_WIDTH, Console().width)).print(table, highlight=False)
+    print(
+        "k: max_staleness; engines: rollout + training; tokens/s: trained, of later epochs, over colocated stock verl"
+    )
+    print("rollout: share of a later step in which training waits for it; staleness: mean (maximum), in versions")
+    for reason in dict.fromkeys(row.reason for row in rows if isinstance(row, presets.Refused)):
+        print(f"not possible: {reason}")
+    print(
+        "calculated from data sheets; not counted: vLLM's asynchronous scheduling and V2 model runner, which presets "
+        "turn off on a GPU (docs/choosing.md)"
+    )
+    if best is None:
+        print(f"\nno preset gains {presets.WORTH - 1:.0%} over stock verl here: keep it")
+        return
+    print("\nthe simplest preset near the best speed:", *_advised(best), sep="\n  ")
+
+
+def _described(shape: Shape) -> str:
+    first, later = shape.acceptance
+    return (
+        f"verl-rhyme simulate: {shape.model} on {shape.gpus} {shape.gpu}, replicas of {shape.replica_gpus}; "
+        f"{shape.batch} prompts x {shape.samples}; responses of {shape.mean_tokens:.0f} tokens on average, at most "
+        f"{shape.response}{'' if shape.mean else ' (mean assumed: set mean)'}; {first:g}, then {later:g} tokens per "
+        f"decoding step with drafts, at entropy={shape.entropy:g} nats"
+    )
+
+
+def _advised(row: Row) -> list[str]:
+    if row.split is not None and row.preset == "full":
+        return split_overrides(row.split, row.max_staleness or 0)
+    mode = "separate_async" if row.separate else "colocate_async" if row.max_staleness else "sync"
+    bound = [] if row.max_staleness is None else [f"{_OPTION}.max_staleness={row.max_staleness}"]
+    return [f"+rhyme={row.preset}", f"trainer.v1.trainer_mode={mode}", *bound]
+
+
+def _named(row: Row | Refused) -> dict[str, Any]:
+    flat = vars(row).copy()
+    split = flat.pop("split", None)
+    gpus = {} if split is None else {"rollout_gpus": split.rollout_gpus, "train_gpus": split.train_gpus}
+    return {**flat, **gpus}

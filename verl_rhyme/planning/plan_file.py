@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from omegaconf import MISSING
-from scipy.special import ndtri
 
 from verl_rhyme.config.checks import nearest
 from verl_rhyme.planning import profile, roofline
@@ -18,11 +16,8 @@ from verl_rhyme.planning.cost import ReplicaCost
 from verl_rhyme.planning.planner import Problem
 from verl_rhyme.planning.sites import Model, Pool
 from verl_rhyme.planning.times import Training, Work
-from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, errors_with_key, read
+from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, errors_with_key, plain, typed
 from verl_rhyme.planning.workload import Lengths
-
-#: Quantiles that represent a distribution of lengths.
-_QUANTILES = 4096
 
 
 @dataclass
@@ -113,7 +108,12 @@ class LoadedPlan:
 
 def load(path: Path, overrides: Sequence[str] = ()) -> LoadedPlan:
     """Read a plan file, with overrides as of :func:`~verl_rhyme.planning.typed_yaml.plain`. Raises ClusterError."""
-    config: PlanFile = read(PlanFile, path, overrides)
+    return of_tree(plain(path, overrides), path)
+
+
+def of_tree(tree: Mapping[str, Any], path: Path) -> LoadedPlan:
+    """Return the problem of a plan file's mapping; errors name ``path``."""
+    config: PlanFile = typed(PlanFile, tree, path)
     with errors_with_key(path):
         return _loaded(config, path)
 
@@ -226,7 +226,5 @@ def _links(config: PlanFile, sites: set[str], path: Path) -> dict[frozenset[str]
 
 
 def _work(batch: BatchFile, path: Path) -> Work:
-    places = ndtri((np.arange(_QUANTILES) + 0.5) / _QUANTILES)
-    distribution = Lengths(by_percentile(batch.percentiles, "batch", path), batch.response_limit)
-    lengths = distribution.at(places).astype(float)
-    return Work(lengths, batch.prompts * batch.samples, batch.samples, batch.prompt_tokens)
+    lengths = Lengths(by_percentile(batch.percentiles, "batch", path), batch.response_limit)
+    return Work(lengths.typical(), batch.prompts * batch.samples, batch.samples, batch.prompt_tokens)

@@ -63,6 +63,11 @@ class Work:
         n = np.asarray(self.lengths, dtype=float)
         return float(np.mean(n * (self.prompt_tokens + n / 2)))
 
+    @property
+    def held_by_request(self) -> float:
+        """Cached tokens of a running request, at a random moment."""
+        return self.held / self.mean
+
     def longest(self, samples: float) -> float:
         return float(np.quantile(self.lengths, 1 - 0.5 / max(1.0, samples)))
 
@@ -90,7 +95,7 @@ def rollout(
     """
     count = np.asarray(count, dtype=float)
     samples = work.samples / np.maximum(count, 1.0)
-    rows = max(1.0, min(float(cost.slots), cost.room * work.mean / work.held))  # requests that it decodes at a time
+    rows = max(1.0, min(float(cost.slots), cost.room / work.held_by_request))  # requests that it decodes at a time
     prompts = np.minimum(samples, work.samples / work.group)  # siblings share their prompt
     linear = (cost.step.row * work.mean + cost.step.cached * work.held) * samples
     linear = linear + cost.prefill * work.prompt_tokens * prompts
@@ -99,7 +104,7 @@ def rollout(
     longest = cost.step.base * np.maximum(work.longest(work.samples), queued)
     found = linear + (longest + np.asarray(after, dtype=float)) / (max_staleness + 1)
     if max_staleness:  # running responses are prefilled again under a new policy
-        again = cost.prefill * np.minimum(samples, rows) * work.held / work.mean
+        again = cost.prefill * np.minimum(samples, rows) * work.held_by_request
         found = np.maximum(cost.step.base * filled + linear + again, found)
     return np.where(count > 0, found, np.inf)
 

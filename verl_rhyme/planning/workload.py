@@ -13,6 +13,8 @@ import numpy.typing as npt
 from scipy.special import ndtri
 
 Ints = npt.NDArray[np.int64]
+#: Quantiles that represent a distribution of lengths.
+_QUANTILES = 4096
 
 
 class Prompt(NamedTuple):
@@ -61,6 +63,10 @@ class Lengths:
         log = np.interp(place, places, logs)
         log += low * np.minimum(place - places[0], 0) + high * np.maximum(place - places[-1], 0)
         return np.clip(np.exp(log), 1, self.limit).astype(np.int64)
+
+    def typical(self) -> npt.NDArray[np.float64]:
+        """Return tokens at equidistant quantiles, float64[4096]."""
+        return self.at(ndtri((np.arange(_QUANTILES) + 0.5) / _QUANTILES)).astype(float)
 
     def epochs(self, prompts: int, samples: int, epochs: int, prompt_tokens: int, seed: int = 0) -> Iterator[Prompt]:
         """Yield the prompts of a dataset's epochs, each in random order."""

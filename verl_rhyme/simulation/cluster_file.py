@@ -6,7 +6,7 @@ code.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -17,10 +17,12 @@ from omegaconf import MISSING, OmegaConf
 from verl_rhyme.config import CONFIG_PATH, PIPELINES, PRESETS, ConfigError, RhymeConfig, presets
 from verl_rhyme.config.checks import nearest
 from verl_rhyme.config.config_tree import parse
+from verl_rhyme.config.scheduling import OVERSUBSCRIPTION
 from verl_rhyme.placement import Placement
 from verl_rhyme.planning import profile
 from verl_rhyme.planning.cost import ReplicaCost, TrainingCost
 from verl_rhyme.planning.profile import Profile
+from verl_rhyme.planning.times import Work
 from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, plain, typed
 from verl_rhyme.planning.workload import Lengths, Prompt
 from verl_rhyme.scheduling.rules import Rules, of_options
@@ -113,9 +115,13 @@ class Loaded:
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     """Read a cluster file, with overrides as of :func:`~verl_rhyme.planning.typed_yaml.plain`. Raises ClusterError."""
-    tree = plain(path, overrides)
-    given = {key: tree.pop(key) for key in _RUN if key in tree}
-    config: ClusterFile = typed(ClusterFile, tree, path)
+    return of_tree(plain(path, overrides), path)
+
+
+def of_tree(tree: Mapping[str, Any], path: Path) -> Loaded:
+    """Return the simulation of a cluster file's mapping; errors name ``path``."""
+    given = {key: tree[key] for key in _RUN if key in tree}
+    config: ClusterFile = typed(ClusterFile, {key: value for key, value in tree.items() if key not in _RUN}, path)
     try:
         return _scenario(config, _run(config, given), path)
     except ClusterError:
@@ -158,14 +164,15 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
             )
     if not costs:
         raise ClusterError(f"{path}: replicas is empty: add at least one replica")
-    rules, part_samples = _rules(config, run), None
+    rules, part_samples, limit, min_starts = _rules(config, run), None, None, 1
     for name, value, values in (
         ("topology", config.topology, ("colocated", "separate")),
         ("forecasts", config.forecasts, ("history", "none")),
     ):
         if value not in values:
             raise ClusterError(f"{path}: {name} must be {', '.join(values)}, not {value!r}")
-    prompts = _prompts(work, path)
+    lengths = Lengths(by_percentile(work.percentiles, "workload", path), work.response_limit, work.alike, work.wander)
+    prompts = lengths.epochs(work.prompts, work.samples, work.epochs, work.prompt_tokens, work.seed)
     updates = total // config.batch_prompts
     if not updates:
         raise ClusterError(
@@ -173,8 +180,12 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
             "raise workload.prompts, or lower batch_prompts"
         )
     Placement(run.placement.policy or "least_loaded", dict(run.placement.options))  # checks the options early
-    if run.pipeline and config.topology == "separate" and run.streaming.part is not None:
-        part_samples = max(1, int(run.streaming.part * rules.batch_samples))
+    if run.pipeline:
+        typical = Work(lengths.typical(), rules.batch_samples, work.samples, work.prompt_tokens)
+        fitting = sum(min(cost.slots, int(cost.room / typical.held_by_request)) for cost in costs)
+        limit, min_starts = int(OVERSUBSCRIPTION * fitting), max(1, fitting // 2)
+        if config.topology == "separate" and run.streaming.part is not None:
+            part_samples = max(1, int(run.streaming.part * rules.batch_samples))
     scenario = Scenario(
         replicas=tuple(costs),
         rules=rules,
@@ -184,6 +195,8 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
         placement=run.placement.policy or "least_loaded",  # verl's router
         options=dict(run.placement.options),
         drafts=Drafts(tuple(config.drafts.acceptance), config.drafts.overhead),
+        limit=limit,
+        min_starts=min_starts,
         forecasts=config.forecasts,  # type: ignore[arg-type]
         response_limit=work.response_limit,
     )
@@ -214,12 +227,6 @@ def _training(config: ClusterFile, gpus: int, path: Path) -> TrainingCost:
             )
         token = profile.training_token(config.model, gpu, path, f"{path}: replicas.0") / count
     return TrainingCost(token, **given)
-
-
-def _prompts(work: WorkloadFile, path: Path) -> Iterator[Prompt]:
-    percentiles = by_percentile(work.percentiles, "workload", path)
-    lengths = Lengths(percentiles, work.response_limit, work.alike, work.wander)
-    return lengths.epochs(work.prompts, work.samples, work.epochs, work.prompt_tokens, work.seed)
 
 
 def verls_rules(batch_prompts: int, samples: int, *, separate: bool) -> Rules:

@@ -171,7 +171,10 @@ class Engine:
         heapq.heappush(self._queue, (request.priority, order, request))
 
     def _step_seconds(self) -> float:
-        return self.cost.step.seconds(len(self._running), self._cached, self._drafts)
+        """Without drafts, as many tokens take more steps: drafts are verified where they gain (drafting.weigh_cost)."""
+        rows, step = len(self._running), self.cost.step
+        plain = step.seconds(rows, self._cached) * self._pace / rows
+        return min(plain, step.seconds(rows, self._cached, self._drafts))
 
     def _seconds(self, steps: float) -> float:
         """Return the seconds of ``steps`` steps from now on; each one makes the cache larger."""

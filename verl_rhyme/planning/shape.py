@@ -1,0 +1,208 @@
+"""Shape of a run: the few sizes from which plan file and cluster file are made.
+
+What it does not give is assumed: lengths of responses, and seconds of a step's fixed work (the constants).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import MISSING, OmegaConf
+
+from verl_rhyme.config.checks import nearest
+from verl_rhyme.planning import profile, roofline
+from verl_rhyme.planning.architecture import Architecture
+from verl_rhyme.planning.sites import Model, Pool
+from verl_rhyme.planning.times import Training
+from verl_rhyme.planning.typed_yaml import ClusterError, errors_with_key, typed
+from verl_rhyme.planning.workload import Lengths
+
+#: What errors name in place of a file.
+SOURCE = Path("shape")
+#: Lengths as shares of the limit, by percentile: those of examples/simulate/dapo32b.yaml.
+PERCENTILES = {50.0: 0.122, 90.0: 0.44, 99.0: 0.88}
+#: Lowest acceptance lengths by entropy (nats a token), of first and of later epochs: docs/choosing.md, replays.
+ACCEPTANCE = ((0.25, 2.0, 4.3), (0.4, 1.7, 2.4), (0.9, 1.5, 1.9), (2.2, 1.2, 1.3), (4.0, 1.0, 1.0))
+#: Verified draft tokens per gained token, the highest of these replays (trace ``roads``).
+OVERHEAD = 2.77
+#: Seconds of a training step in addition to its tokens, and bytes a second of a copy of the weights.
+UPDATE, COPIED = 5.0, 13e9
+#: Bytes of a GPU's memory for activations and buffers of training, and longest requests that a replica should hold.
+RESERVE, REQUESTS = 20e9, 8
+#: Seconds from a response's end to its reward.
+REWARD = 0.5
+#: Samples of a batch that are simulated in one piece.
+MOST = 4096
+
+
+@dataclass
+class Shape:
+    """``gpu=h100 gpus=8 model=Qwen/Qwen3-8B batch=128 samples=16 response=8192``."""
+
+    gpu: str = MISSING  # a data sheet's name
+    gpus: int = MISSING  # for rollout and training together
+    model: str = MISSING  # a published name, or a config.json or its folder
+    batch: int = MISSING  # prompts of a training step
+    samples: int = MISSING  # of each prompt
+    response: int = MISSING  # most tokens of a response
+    mean: float | None = None  # tokens of a response; None: by PERCENTILES
+    prompt: int = 512  # tokens
+    entropy: float = 0.4  # nats per token
+    tp: int | None = None  # GPUs of a replica; None: the fewest with enough KV cache
+    node: int = 8  # GPUs of a node
+
+    @classmethod
+    def parse(cls, pairs: Sequence[str], given: Mapping[str, Any] | None = None) -> Shape:
+        """Return the shape of ``KEY=VALUE`` arguments, which win over ``given``. Raises ClusterError."""
+        tree = dict(given or {})
+        for pair in pairs:
+            key, equals, value = pair.partition("=")
+            if not equals or not value:
+                raise ClusterError(f"{SOURCE}: write {pair!r} as KEY=VALUE, such as gpus=8")
+            if key not in cls.__dataclass_fields__:
+                names = [*cls.__dataclass_fields__]
+                raise ClusterError(f"{SOURCE}: no key {key}{nearest(key, names) or '.'} Choose {', '.join(names)}")
+            tree[key] = value
+        missing = [name for name, field in cls.__dataclass_fields__.items() if field.default == MISSING]
+        if missing := [name for name in missing if name not in tree]:
+            example = "gpu=h100 gpus=8 model=Qwen/Qwen3-8B batch=128 samples=16 response=8192"
+            raise ClusterError(f"{SOURCE}: {', '.join(missing)} missing: for example {example}")
+        found: Shape = typed(cls, OmegaConf.to_container(OmegaConf.create(tree)), SOURCE)  # type: ignore[arg-type]
+        found.gpu = next((name for name in roofline.GPUS if name.upper() == found.gpu.upper()), found.gpu)
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        profile.gpu(self.gpu, f"{SOURCE}: gpu")
+        for name in ("gpus", "batch", "samples", "response", "prompt", "node"):
+            if getattr(self, name) < 1:
+                raise ClusterError(f"{SOURCE}: {name} must be at least 1, not {getattr(self, name)}")
+        if self.gpus > self.node and self.gpus % self.node:
+            raise ClusterError(f"{SOURCE}: gpus={self.gpus} are not whole nodes of node={self.node} GPUs")
+        if not self.entropy > 0:
+            raise ClusterError(f"{SOURCE}: entropy must be above 0 nats per token, not {self.entropy}")
+        if self.mean is not None and not 1 <= self.mean <= self.response / 2:
+            raise ClusterError(f"{SOURCE}: mean must be from 1 to half of response={self.response}, not {self.mean:g}")
+        if self.tp is not None and (self.tp < 1 or self.gpus % self.tp):
+            raise ClusterError(f"{SOURCE}: tp={self.tp} must divide gpus={self.gpus}")
+
+    @property
+    def architecture(self) -> Architecture:
+        return profile.model(self.model, Path(SOURCE))
+
+    @property
+    def percentiles(self) -> dict[float, float]:
+        """Response tokens by percentile, with the given mean."""
+
+        def scaled(factor: float) -> dict[float, float]:
+            return {percent: factor * share * self.response for percent, share in PERCENTILES.items()}
+
+        if self.mean is None:
+            return scaled(1.0)
+        factors = np.geomspace(1e-3, 20, 50)  # the limit cuts what is longer, hence no closed form
+        means = [Lengths(scaled(factor), self.response).typical().mean() for factor in factors]
+        return scaled(float(np.exp(np.interp(np.log(self.mean), np.log(means), np.log(factors)))))
+
+    @property
+    def mean_tokens(self) -> float:
+        return float(Lengths(self.percentiles, self.response).typical().mean())
+
+    @property
+    def acceptance(self) -> tuple[float, float]:
+        """Tokens per decoding step with drafts, in the first epoch and later ones."""
+        entropies, first, later = zip(*ACCEPTANCE, strict=True)
+        at = np.log(self.entropy)
+        return tuple(round(float(np.interp(at, np.log(entropies), values)), 2) for values in (first, later))  # type: ignore[return-value]
+
+    @property
+    def replica_gpus(self) -> int:
+        """Raises ClusterError if no replica holds a request."""
+        if self.tp is not None:
+            return self.tp
+        longest, model, sheet = self.prompt + self.response, self.architecture, roofline.GPUS[self.gpu]
+        sizes = [tp for tp in (1, 2, 4, 8, 16) if not (model.heads % tp or self.gpus % tp)]
+        rooms = {tp: roofline.replica(model, sheet, tp).room for tp in sizes}
+        fitting = [tp for tp in sizes if rooms[tp] >= longest]
+        if not fitting:
+            raise ClusterError(
+                f"{SOURCE}: a request of {longest} tokens does not fit into a replica of at most {max(sizes)} "
+                f"{self.gpu}: raise gpus, or lower response"
+            )
+        return next((tp for tp in fitting if rooms[tp] >= REQUESTS * longest), fitting[-1])
+
+    @property
+    def copy_gpus(self) -> int:
+        """GPUs of a copy of the training weights: the fewest that hold them on half of the GPUs, else on all."""
+        model, memory = Model(self.architecture.parameters), roofline.GPUS[self.gpu].memory
+        sizes = [size for size in (2**i for i in range(20)) if size <= self.gpus]
+        for share in (max(1, self.gpus // 2), self.gpus):
+            for size in sizes:
+                pool = Pool("", "", share, self.node, memory, training=Training(1.0, copy_gpus=size, reserve=RESERVE))
+                if size <= share and not pool.check_training(model, share):
+                    return size
+        raise ClusterError(
+            f"{SOURCE}: training {self.model} with Adam does not fit into {self.gpus} {self.gpu}: raise gpus"
+        )
+
+    @property
+    def copied_s(self) -> float:
+        """Seconds of a copy of the weights."""
+        return 2 * self.architecture.parameters / COPIED
+
+    def plan_file(self, max_staleness: int | None, acceptance: float = 1.0) -> dict[str, Any]:
+        training = {"update": UPDATE, "copy_gpus": self.copy_gpus, "reserve": RESERVE}
+        kind = {"gpu": self.gpu, "tp": [self.replica_gpus], "gpus_per_node": self.node, "training": training}
+        batch = {"prompts": self.batch, "samples": self.samples, "prompt_tokens": self.prompt}
+        return {
+            "model": self.model,
+            "kinds": [kind],
+            "sites": [{"name": "here", "kind": self.gpu, "gpus": self.gpus}],
+            "batch": {**batch, "response_limit": self.response, "percentiles": self.percentiles},
+            "drafts": {"acceptance": acceptance, "overhead": OVERHEAD},
+            "max_staleness": max_staleness,
+            "sync": 2 * self.copied_s,
+            "copy": self.copied_s,
+        }
+
+    @property
+    def slices(self) -> int:
+        """Equal parts of the run, of which one is simulated; larger ones take minutes."""
+        parts, replicas = 1, self.gpus // self.replica_gpus
+        while self.batch * self.samples > MOST * parts and not (self.batch % (2 * parts) or replicas < 8 * parts):
+            parts *= 2
+        return parts
+
+    def cluster_file(self, rollout_gpus: int, train_gpus: int, epochs: int, steps: int) -> dict[str, Any]:
+        """Return a slice, with epochs of ``steps`` training steps."""
+        tp, parts = self.replica_gpus, self.slices
+        batch = self.batch // parts
+        workload = {"prompts": steps * batch, "samples": self.samples, "epochs": epochs}
+        lengths = {"response_limit": self.response, "percentiles": self.percentiles}
+        times = {"update": UPDATE, "sync": 2 * self.copied_s, "copy": self.copied_s, "reward": REWARD}
+        token = parts * roofline.training_token(self.architecture, roofline.GPUS[self.gpu]) / train_gpus
+        return {
+            "model": self.model,
+            "replicas": [{"count": max(1, round(rollout_gpus / tp / parts)), "gpu": self.gpu, "tp": tp}],
+            "workload": {**workload, "prompt_tokens": self.prompt, **lengths},
+            "batch_prompts": batch,
+            "training": {"token": token, **times},
+        }
+
+
+def of_run(config: Any, train_gpus: int, rollout_gpus: int, node: int) -> dict[str, Any]:
+    """Return a shape's keys of verl's resolved config."""
+    data = config.data
+    with errors_with_key(SOURCE):
+        return {
+            "gpus": train_gpus + rollout_gpus,
+            "model": str(config.actor_rollout_ref.model.path),
+            "batch": int(data.train_batch_size),
+            "samples": int(config.actor_rollout_ref.rollout.n),
+            "response": int(data.max_response_length),
+            "prompt": min(512, int(data.max_prompt_length)),
+            "node": node,
+        }
