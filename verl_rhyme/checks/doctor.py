@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 from verl_rhyme import patches
 from verl_rhyme.checks import engine_packages
 from verl_rhyme.checks.preflight.estimate import gib
-from verl_rhyme.checks.preflight.machine import free_disk, write_into
+from verl_rhyme.checks.preflight.machine import free_disk, network_file_system, write_into
 from verl_rhyme.history import history_folder as folders
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.patches.conditions import vllm_runs_on_cpu
@@ -210,6 +210,9 @@ def history_folder(folder: Path) -> Iterator[Check]:
         detail, _, remedy = str(error).rpartition(": ")
         yield Check("history folder", FAIL, detail, remedy)
         return
+    if kind := network_file_system(folder):
+        detail = f"{folder} is on a network file system ({kind}), which LMDB does not support"
+        yield Check("history folder", WARN, detail, "set history.dir to a folder on a local disk")
     _, free = free_disk(folder)
     remedy = "free disk space, or set history.dir to a folder on another disk"
     detail = f"{folder}: {gib(free)} free, at least {gib(DISK_BYTES)} needed"

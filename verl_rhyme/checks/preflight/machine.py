@@ -20,8 +20,9 @@ ADDRESS = "ray_kwargs.ray_init.address"
 #: Key of verl's config with the bytes of Ray's object store.
 OBJECT_STORE = "ray_kwargs.ray_init.object_store_memory"
 
-#: File of a cluster that ``ray start`` made on this machine.
-_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+#: Types of file systems that several machines mount.
+_NETWORK = {"afs", "beegfs", "ceph", "cifs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "panfs", "smb3", "wekafs"}
+_NETWORK |= {f"fuse.{name}" for name in ("ceph", "glusterfs", "juicefs", "sshfs")}
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,23 @@ def detect_machine() -> Machine:
 
 def in_cluster(address: str | None) -> bool:
     """Whether ``ray.init(address)`` connects to a running cluster, whose nodes may differ from this machine."""
-    return bool(address or os.environ.get("RAY_ADDRESS")) or _CLUSTER.exists()
+    return bool(address or os.environ.get("RAY_ADDRESS")) or _cluster_file().exists()
+
+
+def _cluster_file() -> Path:
+    """Return Ray's file of a cluster that ``ray start`` made on this machine (``ray._common.utils``)."""
+    return Path(os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")), "ray", "ray_current_cluster")
+
+
+def network_file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str | None:
+    """Return the type of the network file system of a folder, which may not exist yet; ``None`` if it is local."""
+    path, found, kind = folder.expanduser().resolve(), Path("/"), ""
+    for line in mounts.read_text().splitlines() if mounts.is_file() else ():
+        _, point, of_point, *_ = line.split()
+        at = Path(point.replace("\\040", " "))
+        if path.is_relative_to(at) and at.is_relative_to(found):  # a later mount hides an earlier one
+            found, kind = at, of_point
+    return kind if kind in _NETWORK else None
 
 
 def free_disk(folder: Path) -> tuple[Path, int]:

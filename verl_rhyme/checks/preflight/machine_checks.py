@@ -12,7 +12,15 @@ from omegaconf import OmegaConf
 from verl_rhyme.checks import engine_packages
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, verdict
 from verl_rhyme.checks.preflight.estimate import Estimate, count, gib
-from verl_rhyme.checks.preflight.machine import OBJECT_STORE, Machine, can_write, free_disk, in_cluster, object_store
+from verl_rhyme.checks.preflight.machine import (
+    ADDRESS,
+    OBJECT_STORE,
+    Machine,
+    can_write,
+    free_disk,
+    in_cluster,
+    object_store,
+)
 from verl_rhyme.checks.preflight.plan import Plan
 from verl_rhyme.config import CONFIG_PATH
 from verl_rhyme.coordinator.ranker_service import unusable
@@ -194,6 +202,9 @@ def disk(config: Any, found: Estimate | None, history: int) -> Iterator[Check]:
         detail = f"trainer.default_local_dir={path} cannot be written"
         yield Check("checkpoints", FAIL, detail, "set it to a folder that you can write")
         return
+    if not path.is_absolute() and in_cluster(OmegaConf.select(config, ADDRESS)):
+        detail = f"trainer.default_local_dir={path} is relative: each node takes it from the folder of its `ray start`"
+        yield Check("checkpoints", WARN, detail, "set an absolute path that all nodes share")
     if int(trainer.save_freq) <= 0 or found is None:
         return
     folder, free = free_disk(path)

@@ -1,11 +1,13 @@
 """Checks of a config against the machine: data, model, GPUs, memory, disk."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from ray._common.utils import get_ray_address_file
 
 from tests.unit.checks.preflight.world import MEGATRON, RELAY, ROW, A, R, complaints, only, preflight
 from verl_rhyme.checks.preflight import checks, history_size, machine, machine_checks
@@ -43,6 +45,27 @@ HISTORY = f"{R}.custom.rhyme.history"
 def test_problems_have_remedies(world, overrides, name, status, words):
     found = complaints(preflight(world, *overrides))
     assert words in found.get((name, status), ""), found
+
+
+def test_ray_takes_a_relative_checkpoint_folder_from_its_own_folder(world, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine_checks, "in_cluster", lambda address: address is not None)
+    overrides = ["trainer.default_local_dir=checkpoints/mine"]
+    assert ("checkpoints", "warn") not in complaints(preflight(world, *overrides))
+    overrides += ["+ray_kwargs.ray_init.address=head:6379"]
+    assert "an absolute path" in complaints(preflight(world, *overrides))["checkpoints", "warn"]
+
+
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
+def test_a_ray_cluster_is_found_where_ray_notes_it(tmp_path, monkeypatch, variable):
+    for name in ("RAY_ADDRESS", "RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert not machine.in_cluster(None)
+    note = Path(get_ray_address_file(None))
+    note.parent.mkdir()
+    note.write_text("head:6379")
+    assert machine.in_cluster(None)
 
 
 def test_the_relay_needs_room_for_two_or_three_versions(world, tmp_path, monkeypatch):
