@@ -135,6 +135,7 @@ class Engine:
             "max_model_len": MODEL_LEN,
             "max_num_seqs": slots,
             "max_num_batched_tokens": 8192,
+            "block_size": 16,  # as on a GPU: EAGLE computes the last cached block of a prompt again
             "skip_tokenizer_init": True,
             "seed": 0,
             "distributed_executor_backend": "uni",
