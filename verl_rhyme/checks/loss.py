@@ -54,10 +54,11 @@ def warnings(config: Any, rules: Rules | None) -> Iterator[Check]:
     average = OmegaConf.select(config, f"{_ACTOR}.loss_agg_mode")
     horizon = f"{_ACTOR}.loss_scale_factor={OmegaConf.select(config, 'data.max_response_length')}"
     if average == "token-mean":
+        cosine, norm = ("0.96", "1.05") if rules.max_staleness else ("0.9", "1.1")
         yield _warning(
-            f"{_ACTOR}.loss_agg_mode=token-mean with {CONFIG_PATH}.scheduling.take=finished: tokens of short responses "
-            "weigh more, since the loss of a batch of short responses is divided by fewer tokens (docs/pipeline.md)",
-            f"set {_ACTOR}.loss_agg_mode={_NORM} and {horizon}: all tokens then weigh the same",
+            f"{_ACTOR}.loss_agg_mode=token-mean: a batch of short responses is divided by fewer tokens; the gradient has "
+            f"cosine {cosine} and norm {norm} to that of equal weights in a simulated run (docs/pipeline.md)",
+            f"set {_ACTOR}.loss_agg_mode={_NORM} and {horizon}",
         )
     if average == _NORM and OmegaConf.select(config, f"{_ACTOR}.loss_scale_factor") is None:
         yield _warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -55,6 +56,7 @@ def totals(simulation: Simulation) -> dict[str, Any]:
     held = simulation.scenario.blocked_s
     parts, waited = (sum(getattr(step, name) for step in steps) for name in ("parts_s", "idle_s"))
     synced = sum(min(held, step.ended - step.collected) for step in steps)
+    cosine, norm = token_mean([step.tokens for step in steps])
     times = {"waiting": waited, "parts": parts, "training": span - waited - parts - synced, "weights": synced}
     return {
         "updates": len(steps),
@@ -68,11 +70,24 @@ def totals(simulation: Simulation) -> dict[str, Any]:
         "staleness_mean": float(np.average([step.staleness_mean for step in steps], weights=[s.groups for s in steps])),
         "staleness_max": max(step.staleness_max for step in steps),
         "early": float(np.mean([step.early_share for step in steps])),
+        "token_mean_cosine": cosine,
+        "token_mean_norm": norm,
         **{f"trainer_{name}": spent / span for name, spent in times.items()},
         "preempted": sum(engine.preempted for engine in engines),
         "replicas": len(simulation.scenario.replicas),
         "gpus": sum(cost.gpus for cost in simulation.scenario.replicas),
     }
+
+
+def token_mean(tokens: Sequence[int]) -> tuple[float, float]:
+    """Return cosine and relative norm of the gradient of batches of so many tokens with ``loss_agg_mode=token-mean``.
+
+    The other gradient weighs all tokens of the run alike; gradients of tokens are independent and of one size.
+    """
+    sizes = np.array(tokens, dtype=float)
+    weights = sizes.mean() / sizes  # of each token, in proportion
+    first, second = (float(np.average(weights**power, weights=sizes)) for power in (1, 2))
+    return first / second**0.5, second**0.5
 
 
 def lines(simulation: Simulation) -> list[str]:
@@ -87,5 +102,7 @@ def lines(simulation: Simulation) -> list[str]:
         + ("" if simulation.scenario.colocated else ", in addition to the trainer's GPUs"),
         f"bubble ratio {stats['bubble_ratio']:.3f}, wasted tokens {stats['wasted']:.1%}, staleness "
         f"{stats['staleness_mean']:.2f} (at most {stats['staleness_max']}), {stats['preempted']} preemptions",
+        f"with loss_agg_mode=token-mean the gradient has cosine {stats['token_mean_cosine']:.2f} and norm "
+        f"{stats['token_mean_norm']:.2f} to that of equal weights (docs/pipeline.md)",
         f"trainer's time: {trainer}; {stats['early']:.0%} of the samples were trained in parts",
-    ][: 2 if simulation.scenario.part_samples is None else 3]
+    ][: 3 if simulation.scenario.part_samples is None else 4]

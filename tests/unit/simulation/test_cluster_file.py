@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from verl_rhyme.cli import app
 from verl_rhyme.config import PRESETS, StreamingConfig
 from verl_rhyme.planning.typed_yaml import ClusterError
+from verl_rhyme.simulation import summary
 from verl_rhyme.simulation.cluster_file import load
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "simulate" / "dapo32b.yaml"
@@ -134,3 +135,11 @@ def test_a_users_profile_is_read(tmp_path):
             load(cluster)
     with pytest.raises(ClusterError, match=r"nowhere.yaml cannot be read: No such file"):
         load(tmp_path / "nowhere.yaml")
+
+
+def test_the_gradient_of_token_mean():
+    """A batch of 100 tokens and one of 300: their tokens weigh 2 and 2/3, on average 1 a batch."""
+    cosine, norm = summary.token_mean([100, 300])
+    assert norm == pytest.approx(((100 * 4 + 300 * 4 / 9) / 400) ** 0.5)
+    assert cosine == pytest.approx((100 * 2 + 300 * 2 / 3) / 400 / norm)
+    assert summary.token_mean([200, 200]) == (1.0, 1.0)
