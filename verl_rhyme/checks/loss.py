@@ -23,7 +23,6 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_rhyme.checks.doctor import WARN, Check
-from verl_rhyme.config import CONFIG_PATH
 from verl_rhyme.config.presets import POLICY_LOGPROBS
 from verl_rhyme.scheduling.rules import Rules
 
@@ -56,7 +55,7 @@ def warnings(config: Any, rules: Rules | None) -> Iterator[Check]:
     if average == "token-mean":
         cosine, norm = ("0.96", "1.05") if rules.max_staleness else ("0.9", "1.1")
         yield _warning(
-            f"{_ACTOR}.loss_agg_mode=token-mean: a batch of short responses is divided by fewer tokens; the gradient has "
+            f"{_ACTOR}.loss_agg_mode=token-mean: tokens of short batches weigh more; the gradient has "
             f"cosine {cosine} and norm {norm} to that of equal weights in a simulated run (docs/pipeline.md)",
             f"set {_ACTOR}.loss_agg_mode={_NORM} and {horizon}",
         )
