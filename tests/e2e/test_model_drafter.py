@@ -108,6 +108,19 @@ def test_output_distribution_is_the_targets(engine, write_history, distribution_
     assert p_value(sample(engine, {}, SAMPLES), distribution_of(PROMPT, LENGTH)) > 1e-4
 
 
+def test_a_wake_clears_the_drafters_cache(engine):
+    """Steps without a proposal leave holes in it, which later ones read."""
+    runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
+    layers = runner.compilation_config.static_forward_context
+    caches = [layers[name].kv_cache for name in runner.drafter._draft_attn_layer_names]
+    engine.reset_prefix_cache()
+    for cache in caches:
+        cache.fill_(float("nan"))
+    runner.post_kv_cache_wake_up()
+    assert caches
+    assert not any(cache.any() for cache in caches)
+
+
 @pytest.fixture(scope="module")
 def mimo(small_model, tmp_path_factory):
     """Folder of the small model with an MTP layer of random weights, in the shape of MiMo; and those weights."""

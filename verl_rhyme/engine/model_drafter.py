@@ -40,6 +40,7 @@ class ModelDrafter:
         self._propose, self._book = runner.propose_draft_token_ids, runner._bookkeeping_sync
         runner.drafter.num_speculative_tokens = tokens
         runner.propose_draft_token_ids, runner._bookkeeping_sync = self._proposed, self._booked
+        self._wake, runner.post_kv_cache_wake_up = runner.post_kv_cache_wake_up, self._woken
 
     def _proposed(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> list[list[int]]:
         wanted = self._wanted()
@@ -47,6 +48,11 @@ class ModelDrafter:
             scheduler_output.num_spec_tokens_to_schedule = wanted
             self._drafts = self._propose(scheduler_output, *args, **kwargs)
         return []  # the plan replaces it
+
+    def _woken(self) -> None:
+        self._wake()
+        for name in self._runner.drafter._draft_attn_layer_names:  # of missed steps it is read as it is: no NaN
+            self._runner.compilation_config.static_forward_context[name].kv_cache.zero_()
 
     def _booked(self, *args: Any, **kwargs: Any) -> Any:
         booked = self._book(*args, **kwargs)
