@@ -136,11 +136,11 @@ class Proposals:
     SOON, SELDOM, TRIAL, MEMORY = 24, 512, 25, 64
 
     def __init__(self) -> None:
-        self._sums = np.zeros((WIDTHS, 2, 2))  # tokens and seconds, by whether the drafter drafts
+        self._sums = np.zeros((WIDTHS, 2, 3))  # tokens, seconds and steps, by whether the drafter drafts
         self._interval = np.full(WIDTHS, self.SOON)
         self._waited = np.zeros(WIDTHS, dtype=np.int64)
         self._trial = np.zeros(WIDTHS, dtype=np.int64)  # steps left of a trial
-        self._lost = np.zeros(WIDTHS)  # tokens of a row that the trial has cost
+        self._lost = np.zeros(WIDTHS)  # usual steps that the trial has cost
 
     def wanted(self, rows: int) -> bool:
         width = width_of(rows)
@@ -166,16 +166,16 @@ class Proposals:
         width = width_of(rows)
         before = self.faster(rows)
         if self._trial[width] and proposed != before:
-            usual, usual_seconds = self._sums[width, int(before)].tolist()
-            self._lost[width] += (usual / usual_seconds * seconds - tokens) / rows if usual else 0.0
+            usual, usual_seconds, steps = self._sums[width, int(before)].tolist()
+            self._lost[width] += steps * (seconds / usual_seconds - tokens / usual) if usual else 0.0
             if self._lost[width] > 1:
                 self._trial[width] = 0
         self._sums[width, int(proposed)] *= 1 - 1 / self.MEMORY
-        self._sums[width, int(proposed)] += tokens, seconds
+        self._sums[width, int(proposed)] += tokens, seconds, 1
         if self.faster(rows) != before:
             self._interval[width], self._waited[width], self._trial[width] = self.SOON, 0, 0
 
     def faster(self, rows: int) -> bool:
         """Return whether the model's drafts are known to gain."""
-        (plain, plain_seconds), (drafted, drafted_seconds) = self._sums[width_of(rows)].tolist()
+        (plain, plain_seconds, _), (drafted, drafted_seconds, _) = self._sums[width_of(rows)].tolist()
         return plain > 0 and drafted > 0 and drafted * plain_seconds > plain * drafted_seconds
