@@ -49,7 +49,11 @@ def plan(
         _print(plans, best, loaded)
 
 
-def split_overrides(split: Split, max_staleness: int) -> list[str]:
+def overrides_of(split: Split, max_staleness: int) -> list[str]:
+    bound = f"actor_rollout_ref.rollout.custom.rhyme.max_staleness={max_staleness}"
+    if split.colocated:
+        mode = "colocate_async" if max_staleness else "sync"
+        return ["+rhyme=full", f"trainer.v1.trainer_mode={mode}", bound]
     train, rollout = (
         (-(-gpus // pool.node), min(gpus, pool.node))  # nodes, and GPUs of each
         for gpus, pool in ((split.train_gpus, split.train), (split.rollout_gpus, split.rollout))
@@ -66,8 +70,15 @@ def split_overrides(split: Split, max_staleness: int) -> list[str]:
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={split.tp}",
         f"actor_rollout_ref.rollout.gpu_memory_utilization={split.rollout.utilization}",
         f"actor_rollout_ref.rollout.max_num_seqs={split.rollout.replicas[split.tp].slots}",
-        f"actor_rollout_ref.rollout.custom.rhyme.max_staleness={max_staleness}",
+        bound,
     ]
+
+
+def _advised(chosen: Plan, objective: str) -> Split:
+    """Return the split whose overrides are printed: colocated training, if its step is shorter."""
+    turns = chosen.turns
+    better = turns is not None and objective == "time" and turns.step < _BETTER * chosen.best.step
+    return turns if better and turns is not None else chosen.best
 
 
 def _report(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> dict[str, Any]:
@@ -85,7 +96,7 @@ def _report(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> dict[str
             for plan in plans
         ],
         "best": _row(chosen.best),
-        "overrides": split_overrides(chosen.best, chosen.max_staleness),
+        "overrides": overrides_of(_advised(chosen, loaded.problem.objective), chosen.max_staleness),
         "compared": [_row(split) for split in chosen.others],
         "looked_at": chosen.compared,
         "refused": chosen.refused,
@@ -140,9 +151,10 @@ def _reason(plans: Sequence[Plan], chosen: Plan) -> str:
 
 
 def _print(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> None:
-    best, turns, by_time = chosen.best, chosen.turns, loaded.problem.objective == "time"
-    columns = ("trainer", "TP", "limit", "step s", "tokens/s", "trainer idle", "cost", "mean staleness", "colocated")
-    table = Table("max_staleness", "rollout", *columns, box=None, pad_edge=False)
+    best, by_time = chosen.best, loaded.problem.objective == "time"
+    advised, priced = _advised(chosen, loaded.problem.objective), best.cost is not None
+    columns = ("trainer", "TP", "limit", "step s", "tokens/s", "trainer idle", "mean staleness", "colocated")
+    table = Table("max_staleness", "rollout", *columns, *["cost"] * priced, box=None, pad_edge=False)
     for plan in plans:
         split = plan.best
         table.add_row(
@@ -154,24 +166,24 @@ def _print(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> None:
             f"{split.step:.0f}",
             f"{split.tokens_per_s:.0f}",
             f"{split.train_idle:.0%}",
-            "" if split.cost is None else f"{1000 * split.cost:.2f}",
             f"{_mean_staleness(plan.max_staleness):g}",
             "" if plan.turns is None else f"{plan.turns.step:.0f}",
+            *([f"{1000 * (split.cost or 0):.2f}"] * priced),
         )
     Console(width=max(_WIDTH, Console().width)).print(table, highlight=False)
-    print("rollout, trainer: GPUs; TP: GPUs of a replica; cost: of 1000 trained samples, in the currency of the prices")
+    cost = "; cost: of 1000 trained samples, in the currency of the prices" * priced
+    print(f"rollout, trainer: GPUs; TP: GPUs of a replica{cost}")
     print("colocated: step s if rollout and training take turns on the same GPUs")
     print(f"\n{_reason(plans, chosen)}")
     print(f"best of {chosen.compared} splits by {'step time' if by_time else 'cost of a trained sample'}")
     if best.transfer:
         print(f"the transfer of a policy version between the sites takes {best.transfer:.0f} s")
-    if turns is not None and turns.step < _BETTER * best.step and by_time:
-        print(
-            f"colocated on {turns.gpus} GPUs, a step takes {turns.step:.0f} s: +rhyme=full "
-            "trainer.v1.trainer_mode=colocate_async"
-        )
+    if advised.colocated:
+        print(f"colocated on {advised.gpus} GPUs, a step takes {advised.step:.0f} s: less than on separate ones")
+    if chosen.max_staleness > 1:
+        print("compare rewards at equal samples before you raise max_staleness above 1 (docs/choosing.md)")
     for reason in chosen.refused:
         print(f"not possible: {reason}")
     for kind, source in loaded.sources.items():
         print(f"source of step costs on {kind}: {source}")
-    print("overrides:", *split_overrides(best, chosen.max_staleness), sep="\n  ")
+    print("overrides:", *overrides_of(advised, chosen.max_staleness), sep="\n  ")

@@ -28,6 +28,10 @@ _MAIN = "main_ppo"
 def of_arguments(arguments: Sequence[str]) -> Shape | None:
     """Return a run's shape; ``None`` if the arguments begin with a file. Raises ValueError if they make no shape."""
     first = arguments[0]
+    if any(each.endswith(".sh") for each in arguments):
+        raise ValueError(
+            "a script cannot be read: give sizes such as gpus=8, or `python -m verl.trainer.main_ppo ...`"
+        )
     if Path(first).is_file() or ("=" not in first and not first.startswith("python")):
         return None
     from verl_rhyme.commands.output import silenced
@@ -35,17 +39,16 @@ def of_arguments(arguments: Sequence[str]) -> Shape | None:
 
     main = next((i for i, each in enumerate(arguments) if each.removesuffix(".py").endswith(_MAIN)), None)
     if main is None:
+        if any("=" not in each or "." in each.partition("=")[0] for each in arguments):
+            raise ValueError("give sizes such as gpus=8, or `-- python -m verl.trainer.main_ppo ...`")
         return shape.Shape.parse(arguments)
     sizes = [each for each in arguments[:main] if "=" in each]
     from verl_rhyme.checks.preflight.compose import compose
     from verl_rhyme.checks.preflight.plan import read
-    from verl_rhyme.planning.architecture import PUBLISHED, find
 
     with silenced():
         config = compose(arguments[main + 1 :])
     plan = read(config)
     given = shape.of_run(config, plan.train_gpus, plan.standalone * plan.rollout_gpus, plan.gpus_per_node)
     given["tp"] = plan.replica_gpus
-    if given["model"] not in PUBLISHED and (file := find(given["model"])):
-        given["model"] = str(file.absolute())
     return shape.Shape.parse(sizes, given)

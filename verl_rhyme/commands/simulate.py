@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_rhyme.commands.output import one_line_errors
-from verl_rhyme.commands.plan import split_overrides
+from verl_rhyme.commands.plan import overrides_of
 from verl_rhyme.commands.shapes import What, of_arguments
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def _compare(shape: Shape, as_json: bool) -> None:
 
     print(_described(shape), file=sys.stderr)
     processes = max(1, min(len(presets.ROWS), len(os.sched_getaffinity(0)) - 1))
+    print(f"simulating {len(presets.ROWS)} runs in {processes} processes: half a minute to two", file=sys.stderr)
     found = presets.compare(shape, processes)
     rows = list(track(found, "presets", len(presets.ROWS), console=Console(stderr=True), transient=True))
     best = presets.chosen(rows)
@@ -132,7 +133,7 @@ def _described(shape: Shape) -> str:
 
 def _advised(row: Row) -> list[str]:
     if row.split is not None and row.preset == "full":
-        return split_overrides(row.split, row.max_staleness or 0)
+        return overrides_of(row.split, row.max_staleness or 0)
     mode = "separate_async" if row.separate else "colocate_async" if row.max_staleness else "sync"
     bound = [] if row.max_staleness is None else [f"{_OPTION}.max_staleness={row.max_staleness}"]
     return [f"+rhyme={row.preset}", f"trainer.v1.trainer_mode={mode}", *bound]

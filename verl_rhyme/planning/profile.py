@@ -45,15 +45,17 @@ def model(name: str, named_in: Path) -> Architecture:
     path = from_folder_of(named_in, name)
     try:
         if (config := PUBLISHED.get(name)) is None:
-            config = read_json(path / "config.json" if path.is_dir() else path)
+            config = read_json(path if path.is_file() else find(str(path)) or find(name) or path)
         return Architecture.read(config)
     except OSError:
         raise ClusterError(
             f"{named_in}: no model {name}{nearest(name, PUBLISHED) or '.'} Choose {', '.join(PUBLISHED)}, or a "
-            f"config.json relative to the folder of {named_in.name}; {path} is not a file"
+            f"config.json; {path.absolute()} is not a file"
         ) from None
     except ValueError as error:
-        raise ClusterError(f"{named_in}: model={name}: {error}; measured profiles need no model") from error
+        raise ClusterError(
+            f"{named_in}: model={name}: {error}; a file with measured profiles needs no model"
+        ) from error
 
 
 def gpu(name: str, where: str) -> roofline.GPU:
@@ -61,7 +63,7 @@ def gpu(name: str, where: str) -> roofline.GPU:
     if name not in roofline.GPUS:
         raise ClusterError(
             f"{where}: no data sheet of {name}{nearest(name, roofline.GPUS) or '.'} Choose "
-            f"{', '.join(roofline.GPUS)}, or set a measured profile"
+            f"{', '.join(roofline.GPUS)}, or use a file with a measured profile"
         )
     return roofline.GPUS[name]
 

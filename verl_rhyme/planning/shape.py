@@ -36,7 +36,7 @@ RESERVE, REQUESTS = 20e9, 8
 #: Seconds from a response's end to its reward.
 REWARD = 0.5
 #: Samples of a batch that are simulated in one piece.
-MOST = 4096
+MOST = 2048
 
 
 @dataclass
@@ -145,7 +145,8 @@ class Shape:
                 if size <= share and not pool.check_training(model, share):
                     return size
         raise ClusterError(
-            f"{SOURCE}: training {self.model} with Adam does not fit into {self.gpus} {self.gpu}: raise gpus"
+            f"{SOURCE}: training {self.model} with Adam, without offload, does not fit into {self.gpus} {self.gpu}: "
+            "raise gpus"
         )
 
     @property

@@ -37,7 +37,7 @@ def shape(*changes, base=NODE):
         (["mean=8000"], "mean must be from 1 to half of response=8192"),
         (["batch=0"], "batch must be at least 1"),
         (["tp=3"], "tp=3 must divide gpus=8"),
-        (["model=Qwen/Qwen2.5-72B", "gpus=4"], "training Qwen/Qwen2.5-72B with Adam does not fit into 4 H100"),
+        (["model=Qwen/Qwen2.5-72B", "gpus=4"], "with Adam, without offload, does not fit into 4 H100"),
     ],
 )
 def test_a_wrong_size_is_named(changes, message):

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_rhyme.checks import combinations
-from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, verdict
+from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.checks.preflight import values
 from verl_rhyme.checks.preflight.plan import Plan, sequence_tokens
 from verl_rhyme.config import ConfigError, RhymeConfig, config_tree, training_order
@@ -72,7 +72,7 @@ def agent_loops(config: Any, tree: RhymeConfig | None) -> Iterator[Check]:
 
 
 def load(config: Any, plan: Plan) -> Iterator[Check]:
-    """Report the prompts in flight, and whether a training step is one optimizer step."""
+    """Report the prompts in flight, and the optimizer steps of a training step."""
     actor, samples = config.actor_rollout_ref.actor, int(config.actor_rollout_ref.rollout.n)
     mini, batch, rules = int(actor.ppo_mini_batch_size), int(config.data.train_batch_size), plan.rules
     if plan.rhyme is None or rules is None or batch % mini:  # :func:`batches` reports the last
@@ -85,13 +85,7 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
         f"request slots; a training step is {steps} optimizer step{'s' if steps > 1 else ''}, "
         f"{'sorted by length' if order else 'shuffled'} (order {order:g})"
     )
-    remedy = (
-        f"set data.train_batch_size={mini} for training steps of one optimizer step, and scheduling.in_flight={steps} "
-        "times as high if it is set; the run then has more steps: multiply save_freq, test_freq, total_training_steps "
-        "and warm-up steps"
-    )
-    ok = steps == 1 or rules.batches <= 1 or rules.take != "finished"
-    yield verdict("load", ok, detail, remedy, otherwise=WARN)
+    yield Check("load", OK, detail)
 
 
 def weights(config: Any) -> Iterator[Check]:
