@@ -29,9 +29,7 @@ def of_arguments(arguments: Sequence[str]) -> Shape | None:
     """Return a run's shape; ``None`` if the arguments begin with a file. Raises ValueError if they make no shape."""
     first = arguments[0]
     if any(each.endswith(".sh") for each in arguments):
-        raise ValueError(
-            "a script cannot be read: give sizes such as gpus=8, or `python -m verl.trainer.main_ppo ...`"
-        )
+        raise ValueError("a script cannot be read: give sizes such as gpus=8, or `python -m verl.trainer.main_ppo ...`")
     if Path(first).is_file() or ("=" not in first and not first.startswith("python")):
         return None
     from verl_rhyme.commands.output import silenced
