@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from verl_rhyme.patches.core import Patch, around
@@ -32,11 +33,25 @@ def _check_first(
         except KeyboardInterrupt:
             if line := startup.how_to_resume(config):
                 print(f"verl-rhyme: {line}", file=sys.stderr)
+                _hide_traceback()
             raise
 
     for owner, name in ((hydra, "compose_config"), (hydra.config_loader, "load_sweep_config")):
         setattr(owner, name, _composed(getattr(owner, name), config_name or "", overrides))
     return original(hydra=hydra, config_name=config_name, task_function=checked, overrides=overrides, **mode)
+
+
+def _hide_traceback() -> None:
+    """Let an interrupt end this process without a traceback, but still by its signal: after a mere exit status, 130, a
+    shell continues with the next command of a loop or script.
+    """
+    hook = sys.excepthook
+
+    def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            hook(kind, error, trace)
+
+    sys.excepthook = shown
 
 
 def _composed(original: Any, config_name: str, overrides: list[str]) -> Any:

@@ -1,7 +1,7 @@
 """Packages that training engines import on a GPU in addition to verl's dependencies, and how to install them.
 
 Two of the packages are built from source against one version of torch and CUDA. An installed package may be broken, so
-the check imports it.
+the check imports it. The findings are those of the doctor, of the preflight and of its dry run.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ class Package:
     used_for: str
     remedy: str
 
+    def finding(self, problem: str) -> str:
+        return f"{self.module}: {problem}; used for: {self.used_for}"
+
 
 MEGATRON = Package("megatron.core", "Megatron", "pip install megatron-core==0.16.1")
 MBRIDGE = Package("mbridge", "Megatron's weights (vanilla_mbridge=true)", "pip install mbridge==0.15.1")
@@ -49,18 +52,34 @@ FSDP_ATTENTION = Package(
     "FSDP's attention (attn_implementation=flash_attention_2, verl's default)",
     f"bash requirements/build.sh flash-attn{_ELSEWHERE}",
 )
-#: Packages of verl's Megatron engine as verl and the recipes configure it.
-MEGATRON_ENGINE = (MEGATRON, MBRIDGE, TRANSFORMER_ENGINE, MEGATRON_ATTENTION)
+#: Packages of which Megatron needs one: ``vanilla_mbridge`` is false in verl and true in the recipes.
+BRIDGES = (MEGATRON_BRIDGE, MBRIDGE)
+#: Packages of verl's Megatron engine.
+MEGATRON_ENGINE = (MEGATRON, *BRIDGES, TRANSFORMER_ENGINE, MEGATRON_ATTENTION)
 
 
-def absent(packages: Sequence[Package]) -> list[tuple[Package, str]]:
-    """Return the packages that are not installed, without imports."""
-    tops = [(package, package.module.partition(".")[0]) for package in packages]
-    return [(package, f"no module {top}") for package, top in tops if importlib.util.find_spec(top) is None]
+def absent(packages: Sequence[Package]) -> dict[Package, str]:
+    """Return the packages that are not installed, with their findings, without imports."""
+    return {package: package.finding("not installed") for package in packages if not _installed(package.module)}
 
 
-def missing(packages: Sequence[Package]) -> list[tuple[Package, str]]:
-    """Return the packages that cannot be imported, in this order after torch in one subprocess, with their errors."""
+def _installed(module: str) -> bool:
+    top = module.partition(".")[0]
+    spec = importlib.util.find_spec(top)
+    if spec is not None and spec.origin is None:  # a namespace: find_spec of a part then runs no code
+        spec = importlib.util.find_spec(module)
+    return spec is not None
+
+
+def missing(packages: Sequence[Package]) -> dict[Package, str]:
+    """Return the packages that are not installed or cannot be imported, with their findings.
+
+    One subprocess imports the installed ones, in this order after torch.
+    """
+    found = absent(packages)
+    installed = [package for package in packages if package not in found]
+    if not installed:
+        return found
     code = (
         "import importlib, json, sys\n"
         "errors = {}\n"
@@ -71,10 +90,10 @@ def missing(packages: Sequence[Package]) -> list[tuple[Package, str]]:
         "        errors[name] = f'{type(error).__name__}: {error}'\n"
         "print(json.dumps(errors))\n"
     )
-    command = [sys.executable, "-c", code, *(package.module for package in packages)]
+    command = [sys.executable, "-c", code, *(package.module for package in installed)]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:  # a library killed the process
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        return [(package, f"the import ended the process: {last}") for package in packages]
+        return found | {package: package.finding(f"the import ended the process: {last}") for package in installed}
     errors = json.loads(done.stdout.splitlines()[-1])
-    return [(package, errors[package.module]) for package in packages if package.module in errors]
+    return found | {each: each.finding(errors[each.module]) for each in installed if each.module in errors}

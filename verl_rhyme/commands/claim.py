@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -11,10 +12,13 @@ from verl_rhyme.commands.output import Arguments, Notes, failures, one_line_erro
 #: Exit status for a finished run.
 FINISHED = 3
 
+#: Checks of the files that the run script makes once the folder is claimed.
+MADE_LATER = ("data.train_files", "data.val_files")
+
 
 def claim(
     arguments: Arguments = None,
-    check: Annotated[bool, typer.Option("--check", help="Run the checks of a dry run first.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check the run first, except for its data.")] = False,
     note: Notes = None,
 ) -> None:
     """Claim the checkpoint folder of a run before it starts; the run scripts call this command.
@@ -22,15 +26,21 @@ def claim(
     Exits 1 with an error if the folder belongs to another run, is in use or cannot be written, and 3 if the run is
     finished.
     """
+    from omegaconf import OmegaConf
+
     from verl_rhyme.checks.preflight import run_folder, values
     from verl_rhyme.checks.preflight.checks import examine
     from verl_rhyme.checks.preflight.compose import compose
+    from verl_rhyme.checks.preflight.machine import ADDRESS, in_cluster
+    from verl_rhyme.checks.startup import SKIP
     from verl_rhyme.config import ConfigError
 
     with one_line_errors("verl-rhyme"), silenced():
         config = compose(arguments or [])
         values.check(config)
-        found = examine(config, elsewhere=True, imports=False, notes=pairs(note)).checks if check else []
+        elsewhere = in_cluster(OmegaConf.select(config, ADDRESS)) or os.environ.get(SKIP) == "1"
+        found = examine(config, elsewhere, imports=False, notes=pairs(note)).checks if check else []
+        found = [each for each in found if each.name not in MADE_LATER]
     folder = run_folder.folder(config)
     with one_line_errors("verl-rhyme"):
         if failed := failures(found):

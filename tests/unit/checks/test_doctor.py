@@ -1,8 +1,12 @@
-"""The doctor's check of the history folder."""
+"""The doctor's checks of the history folder, and of packages that only some runs need."""
 
+import importlib
 import os
 
-from verl_rhyme.checks import doctor
+import pytest
+
+from verl_rhyme import plugin
+from verl_rhyme.checks import doctor, engine_packages
 from verl_rhyme.checks.preflight import machine
 
 
@@ -27,3 +31,33 @@ def test_a_network_file_system_warns(tmp_path, monkeypatch):
     assert machine.network_file_system(tmp_path, tmp_path / "none") is None
     monkeypatch.setattr(doctor, "network_file_system", lambda folder: "nfs4")
     assert [check.status for check in doctor.history_folder(tmp_path)] == ["warn", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "status"),
+    [
+        ("verl.workers.engine.megatron.transformer_impl", "megatron", "ok"),
+        ("verl.workers.engine.megatron.transformer_impl", "verl.workers.engine.megatron", "fail"),
+        ("verl.workers.engine.fsdp.transformer_impl", "peft", "fail"),
+    ],
+)
+def test_only_packages_of_megatron_may_be_missing(monkeypatch, module, missing, status):
+    def load(name):
+        if name == module:
+            raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(importlib, "import_module", load)
+    monkeypatch.setattr(plugin, "FAILURES", [])
+    [check] = doctor._guarded("plugin", doctor._plugin_failures)
+    assert (check.status, f"No module named {missing!r}" in check.detail) == (status, True)
+
+
+@pytest.mark.parametrize(
+    "missing", [(), engine_packages.BRIDGES[:1], engine_packages.BRIDGES[1:], engine_packages.BRIDGES]
+)
+def test_one_of_the_two_bridges_of_megatron_is_enough(monkeypatch, missing):
+    monkeypatch.setattr(
+        engine_packages, "missing", lambda packages: {each: each.module for each in missing if each in packages}
+    )
+    warned = [check.detail for check in doctor._engines() if check.status == "warn"]
+    assert warned == (["megatron.bridge", "mbridge"] if len(missing) == 2 else [])

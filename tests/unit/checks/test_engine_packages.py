@@ -1,4 +1,4 @@
-"""The packages of a training engine are checked before the run; a CPU run needs none."""
+"""The packages of a training engine are checked before the run; a CPU run needs no kernels."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from verl_rhyme.checks import engine_packages
 from verl_rhyme.checks.preflight import machine_checks
 
 
@@ -23,8 +24,8 @@ def config(vanilla_mbridge: bool = True, attention: str = "flash", **override: s
     return OmegaConf.create({"actor_rollout_ref": {"actor": {"megatron": megatron}, "model": model}})
 
 
-def required(config, strategy: str) -> list[str]:
-    return [package.module for package in machine_checks._engine_packages(config, plan(strategy))]
+def required(config, strategy: str, device: str = "cuda") -> list[str]:
+    return [package.module for package in machine_checks._engine_packages(config, plan(strategy, device))]
 
 
 def test_packages_of_each_engine() -> None:
@@ -35,7 +36,20 @@ def test_packages_of_each_engine() -> None:
     assert required(config(), "fsdp2") == required(config(), "fsdp") == ["flash_attn"]
     assert required(config(attn_implementation="sdpa"), "fsdp2") == []
     assert required(config(), "torchtitan") == []
-    assert list(machine_checks.engine(config(), plan("megatron", device="cpu"), imports=True)) == []
+    assert required(config(vanilla_mbridge=False), "megatron", device="cpu") == megatron[:2]
+    assert required(config(), "fsdp2", device="cpu") == []
+
+
+def test_a_package_of_a_namespace_is_missed_next_to_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by the check that imports, in the same words."""
+    (tmp_path / "some" / "core").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    packages = [engine_packages.Package(f"some.{name}", f"the {name}", "") for name in ("core", "bridge")]
+    found = {packages[1]: "some.bridge: not installed; used for: the bridge"}
+    assert engine_packages.absent(packages) == found
+    assert engine_packages.missing(packages[1:]) == found
 
 
 @pytest.mark.parametrize(
@@ -55,6 +69,7 @@ def test_packages_are_imported_in_a_process_of_their_own(
 ) -> None:
     """Stubs, with torch among them, whose real import takes seconds."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     for folder in ("transformer_engine", "megatron/core"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "__init__.py").touch()

@@ -107,6 +107,7 @@ def message(error: HydraException, name: str, overrides: Sequence[str]) -> str:
     wrong = [override for override in overrides if re.match(rf"{re.escape(str(key))}[.=@]", override)]
     if not (key and wrong):
         return text
+    wrong.sort(key=lambda each: not each.startswith(f"{key}."))  # before the choice of a group of that name
     given = wrong[0].partition("=")[0]
     place, ours, option = given.partition("rhyme.")
     if ours and set(place.split(".")) <= {"", *CONFIG_PATH.split(".")} and f"{place}rhyme" != CONFIG_PATH:

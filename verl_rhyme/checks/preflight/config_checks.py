@@ -146,6 +146,9 @@ def _gpu_counts(plan: Plan) -> Iterator[tuple[str, str]]:
     pools = {"rollout": plan.train_gpus} if plan.colocated else {}
     if plan.standalone:
         pools["standalone rollout"] = plan.rollout_gpus
+        if plan.rollout_gpus < 1:
+            detail = "trainer.v1.trainer_mode=separate_async with 0 separate rollout GPUs"
+            yield detail, f"set {_R}.nnodes and {_R}.n_gpus_per_node"
     for pool, held in pools.items():
         if held % plan.replica_gpus:
             detail = f"{held} {pool} GPUs are not a multiple of the {plan.replica_gpus} GPUs of a replica"

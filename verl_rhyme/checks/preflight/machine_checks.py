@@ -96,29 +96,30 @@ def _incomplete(config: Any, folder: Path) -> Iterator[Check]:
 
 
 def engine(config: Any, plan: Plan, imports: bool) -> Iterator[Check]:
-    """Check the packages of the training engine, unless on a CPU; ``imports`` (15 s) finds broken ones as well."""
+    """Check the packages of the training engine; ``imports`` (15 s) finds broken ones as well."""
     packages = _engine_packages(config, plan)
-    if plan.device == "cpu" or not packages:
+    if not packages:
         return
     missing = engine_packages.missing(packages) if imports else engine_packages.absent(packages)
-    for package, error in missing:
-        detail = f"{package.module}: {error}; used for: {package.used_for}"
+    for package, detail in missing.items():
         yield Check("training engine", FAIL, detail, package.remedy)
     if not missing:
         yield Check("training engine", OK, f"{plan.strategy}: {', '.join(package.module for package in packages)}")
 
 
 def _engine_packages(config: Any, plan: Plan) -> list[engine_packages.Package]:
-    ref = config.actor_rollout_ref
+    ref, cpu = config.actor_rollout_ref, plan.device == "cpu"
     if plan.strategy == "megatron":
         megatron = ref.actor.megatron
+        if cpu:  # testing/megatron_cpu.py
+            return [engine_packages.MEGATRON, engine_packages.MBRIDGE]
         bridge = engine_packages.MBRIDGE if megatron.get("vanilla_mbridge") else engine_packages.MEGATRON_BRIDGE
         packages = [engine_packages.MEGATRON, bridge, engine_packages.TRANSFORMER_ENGINE]
         if (megatron.get("override_transformer_config") or {}).get("attention_backend") == "flash":
             packages.append(engine_packages.MEGATRON_ATTENTION)
         return packages
     attention = (ref.model.get("override_config") or {}).get("attn_implementation", "flash_attention_2")
-    if plan.strategy in ("fsdp", "fsdp2") and attention == "flash_attention_2":
+    if plan.strategy in ("fsdp", "fsdp2") and attention == "flash_attention_2" and not cpu:
         return [engine_packages.FSDP_ATTENTION]
     return []
 

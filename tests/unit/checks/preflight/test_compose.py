@@ -4,8 +4,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.unit.checks.preflight.world import R
+from tests.unit.configs import ROOT
 from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.config import ConfigError
+
+RECIPE = ["--config-path", str(ROOT / "recipes" / "config"), "--config-name", "qwen3_8b_grpo"]
 
 
 @pytest.mark.parametrize(
@@ -18,6 +21,14 @@ from verl_rhyme.config import ConfigError
             r"placment\.policy=x: unknown key; did you mean .*\.rhyme\.placement\.policy\?$",
         ),
         (["+rhyme=sorted", "rhyme.scheduling.order=0"], rf"did you mean {R}\.custom\.rhyme\.scheduling\.order\?$"),
+        (
+            [
+                *RECIPE,
+                "rhyme=histospec",
+                "rhyme.max_staleness=2",
+            ],  # not only the last is below the key of hydra's error
+            rf"^rhyme\.max_staleness=2: .* did you mean {R}\.custom\.rhyme\.max_staleness\?$",
+        ),
         ([f"{R}.rhyme.enable=false"], rf"did you mean {R}\.custom\.rhyme\.enable\?$"),
         (["model_engine=nope"], "Available options in 'model_engine': dp; megatron; [^/]*$"),
         (

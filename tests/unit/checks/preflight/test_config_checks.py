@@ -36,6 +36,7 @@ def test_a_valid_run_has_no_complaints(world):
         ([f"{R}.tensor_model_parallel_size=4"], "parallel sizes", "vLLM: 14 attention heads"),
         ([f"{R}.tensor_model_parallel_size=3"], "parallel sizes", "8 rollout GPUs"),
         ([MODE, f"{R}.nnodes=1", f"{R}.n_gpus_per_node=3"], "parallel sizes", "3 standalone rollout GPUs are not a"),
+        ([MODE], "parallel sizes", f"0 separate rollout GPUs set {R}.nnodes and {R}.n_gpus_per_node"),
         (["data.train_batch_size=48"], "batches", "ppo_mini_batch_size=32"),
         ([f"{R}.n=1", f"{A}.ppo_mini_batch_size=4"], "batches", "8 data-parallel ranks"),
         ([f"{A}.use_dynamic_bsz=true", f"{A}.ppo_max_token_len_per_gpu=1000"], "batches", "raise it to 1536"),

@@ -188,5 +188,21 @@ def test_the_command_refuses_in_one_line(run, tmp_path):
         found = command(name, *run, wrong)
         assert (found.exit_code, found.stdout, len(found.stderr.splitlines())) == (1, "", 1)
         assert problem in found.stderr
-    found = CliRunner().invoke(app, ["claim", "--check", "--", *run, "data.train_batch_size=6"])
-    assert (found.exit_code, "batches: data.train_batch_size=6 is not" in found.stderr) == (1, True)
+
+
+def test_the_command_checks_this_machine_but_not_data_that_is_made_later(run, tmp_path, monkeypatch):
+    def claim(*overrides):
+        found = CliRunner().invoke(app, ["claim", "--check", "--", *run, *overrides])
+        return found.exit_code, [line.removeprefix("verl-rhyme: ")[:30] for line in found.stderr.splitlines()]
+
+    (tmp_path / "train.parquet").unlink()
+    assert claim("data.train_batch_size=6") == (1, ["batches: data.train_batch_size"])
+    too_many = "trainer.n_gpus_per_node=16"
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert claim(too_many) == (1, ["GPUs: 8 visible on this machin"])
+    assert not (tmp_path / "checkpoints").exists()
+    for variable, value in (("SKIP_PREFLIGHT", "1"), ("RAY_ADDRESS", "head:6379")):  # of a node that may have them
+        with monkeypatch.context() as patched:
+            patched.setenv(variable, value)
+            assert claim(too_many) == (0, [])
