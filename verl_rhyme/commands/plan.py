@@ -49,17 +49,26 @@ def plan(
         _print(plans, best, loaded)
 
 
-def overrides_of(split: Split, max_staleness: int) -> list[str]:
-    bound = f"actor_rollout_ref.rollout.custom.rhyme.max_staleness={max_staleness}"
+def colocated(preset: str, max_staleness: int | None) -> list[str]:
+    mode = "colocate_async" if max_staleness else "sync"
+    return [f"+rhyme={preset}", f"trainer.v1.trainer_mode={mode}", *_bound(max_staleness)]
+
+
+def _bound(max_staleness: int | None) -> list[str]:
+    """Return the option; ``None``: verl's schedule, which has none."""
+    name = "actor_rollout_ref.rollout.custom.rhyme.max_staleness"
+    return [] if max_staleness is None else [f"{name}={max_staleness}"]
+
+
+def overrides_of(split: Split, max_staleness: int | None, preset: str = "full") -> list[str]:
     if split.colocated:
-        mode = "colocate_async" if max_staleness else "sync"
-        return ["+rhyme=full", f"trainer.v1.trainer_mode={mode}", bound]
+        return colocated(preset, max_staleness)
     train, rollout = (
         (-(-gpus // pool.node), min(gpus, pool.node))  # nodes, and GPUs of each
         for gpus, pool in ((split.train_gpus, split.train), (split.rollout_gpus, split.rollout))
     )
     return [
-        "+rhyme=full",
+        f"+rhyme={preset}",
         "trainer.v1.trainer_mode=separate_async",
         f"trainer.nnodes={train[0]}",
         f"trainer.n_gpus_per_node={train[1]}",
@@ -70,7 +79,7 @@ def overrides_of(split: Split, max_staleness: int) -> list[str]:
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={split.tp}",
         f"actor_rollout_ref.rollout.gpu_memory_utilization={split.rollout.utilization}",
         f"actor_rollout_ref.rollout.max_num_seqs={split.rollout.replicas[split.tp].slots}",
-        bound,
+        *_bound(max_staleness),
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,30 +23,44 @@ What = Annotated[
 ]
 #: Last part of the module that a verl command runs.
 _MAIN = "main_ppo"
+_EXAMPLES = "give sizes such as gpus=8, or gpu=h100 -- python -m verl.trainer.main_ppo ..."
+#: Tokens of a prompt, unless the command allows fewer.
+_PROMPT = 512
 
 
 def of_arguments(arguments: Sequence[str]) -> Shape | None:
     """Return a run's shape; ``None`` if the arguments begin with a file. Raises ValueError if they make no shape."""
-    first = arguments[0]
-    if any(each.endswith(".sh") for each in arguments):
-        raise ValueError("a script cannot be read: give sizes such as gpus=8, or `python -m verl.trainer.main_ppo ...`")
-    if Path(first).is_file() or ("=" not in first and not first.startswith("python")):
-        return None
-    from verl_rhyme.commands.output import silenced
-    from verl_rhyme.planning import shape
-
     main = next((i for i, each in enumerate(arguments) if each.removesuffix(".py").endswith(_MAIN)), None)
+    words = [each for each in arguments[:main] if "=" not in each]
+    if main is None and (words[:1] == [*arguments[:1]] or Path(arguments[0]).is_file()):
+        if any(each == "bash" or each.endswith(".sh") for each in words):
+            raise ValueError(f"a script cannot be read: {_EXAMPLES}")
+        return None
+    from verl_rhyme.planning.shape import Shape
+
     if main is None:
-        if any("=" not in each or "." in each.partition("=")[0] for each in arguments):
-            raise ValueError("give sizes such as gpus=8, or `-- python -m verl.trainer.main_ppo ...`")
-        return shape.Shape.parse(arguments)
-    sizes = [each for each in arguments[:main] if "=" in each]
+        if words or any("." in each.partition("=")[0] for each in arguments):
+            raise ValueError(f"neither sizes nor a file: {_EXAMPLES}")
+        return Shape.parse(arguments)
+    return Shape.parse([each for each in arguments[:main] if "=" in each], _sizes(arguments[main + 1 :]))
+
+
+def _sizes(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the sizes of a verl command with these arguments."""
     from verl_rhyme.checks.preflight.compose import compose
     from verl_rhyme.checks.preflight.plan import read
+    from verl_rhyme.commands.output import silenced
 
     with silenced():
-        config = compose(arguments[main + 1 :])
-    plan = read(config)
-    given = shape.of_run(config, plan.train_gpus, plan.standalone * plan.rollout_gpus, plan.gpus_per_node)
-    given["tp"] = plan.replica_gpus
-    return shape.Shape.parse(sizes, given)
+        config = compose(arguments)
+    plan, data = read(config), config.data
+    return {
+        "gpus": plan.train_gpus + plan.standalone * plan.rollout_gpus,
+        "model": str(config.actor_rollout_ref.model.path),
+        "batch": int(data.train_batch_size),
+        "samples": int(config.actor_rollout_ref.rollout.n),
+        "response": int(data.max_response_length),
+        "prompt": min(_PROMPT, int(data.max_prompt_length)),
+        "tp": plan.replica_gpus,
+        "node": plan.gpus_per_node,
+    }

@@ -13,19 +13,18 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_rhyme.commands.output import one_line_errors
-from verl_rhyme.commands.plan import overrides_of
+from verl_rhyme.commands.plan import colocated, overrides_of
 from verl_rhyme.commands.shapes import What, of_arguments
 
 if TYPE_CHECKING:
     from verl_rhyme.planning.shape import Shape
     from verl_rhyme.simulation.cluster_file import Loaded
-    from verl_rhyme.simulation.presets import Refused, Row
+    from verl_rhyme.simulation.comparison import Refused, Row
     from verl_rhyme.simulation.run import Simulation
 
 
-#: Minimum width of the table in characters, and place of the options.
+#: Minimum width of the table in characters.
 _WIDTH = 100
-_OPTION = "actor_rollout_ref.rollout.custom.rhyme"
 
 
 def simulate(
@@ -79,25 +78,25 @@ def _print_simulated(simulation: Simulation, loaded: Loaded, as_json: bool) -> N
 def _compare(shape: Shape, as_json: bool) -> None:
     from rich.progress import track
 
-    from verl_rhyme.simulation import presets
+    from verl_rhyme.simulation import comparison
 
     print(_described(shape), file=sys.stderr)
-    processes = max(1, min(len(presets.ROWS), len(os.sched_getaffinity(0)) - 1))
-    print(f"simulating {len(presets.ROWS)} runs in {processes} processes: half a minute to two", file=sys.stderr)
-    found = presets.compare(shape, processes)
-    rows = list(track(found, "presets", len(presets.ROWS), console=Console(stderr=True), transient=True))
-    best = presets.chosen(rows)
+    processes = max(1, min(len(comparison.ROWS), len(os.sched_getaffinity(0)) - 1))
+    print(f"simulating {len(comparison.ROWS)} runs in {processes} processes: half a minute to two", file=sys.stderr)
+    found = comparison.compare(shape, processes)
+    rows = list(track(found, "presets", len(comparison.ROWS), console=Console(stderr=True), transient=True))
+    best = comparison.chosen(rows)
     if as_json:
         for row in rows:
             print(json.dumps({**_named(row), "chosen": row is best}))
         return
-    stock = next(row.tokens_per_s for row in rows if isinstance(row, presets.Row))
-    columns = ("k", "engines", "step s, epoch 1", "step s, later", "tokens/s", "rollout", "staleness")
+    stock = next(row.tokens_per_s for row in rows if isinstance(row, comparison.Row))
+    columns = ("k", "engines", "step s, epoch 1", "step s, epoch 2", "tokens/s", "rollout", "staleness")
     table = Table("preset", *columns, box=None, pad_edge=False)
     for row in rows:
         where = "colocated" if not row.separate else "separate"
         start = row.preset, "" if row.max_staleness is None else str(row.max_staleness)
-        if isinstance(row, presets.Refused):
+        if isinstance(row, comparison.Refused):
             table.add_row(*start, where, "not possible")
             continue
         if row.split is not None:
@@ -105,18 +104,16 @@ def _compare(shape: Shape, as_json: bool) -> None:
         times = f"{row.step_first_s:.0f}", f"{row.step_s:.0f}", f"{row.tokens_per_s / stock:.2f} x"
         table.add_row(*start, where, *times, f"{row.rollout:.0%}", f"{row.staleness_mean:.1f} ({row.staleness_max})")
     Console(width=max(_WIDTH, Console().width)).print(table, highlight=False)
-    print(
-        "k: max_staleness; engines: rollout + training; tokens/s: trained, of later epochs, over colocated stock verl"
-    )
-    print("rollout: share of a later step in which training waits for it; staleness: mean (maximum), in versions")
-    for reason in dict.fromkeys(row.reason for row in rows if isinstance(row, presets.Refused)):
+    print("k: max_staleness; engines: rollout + training; tokens/s: trained, in epoch 2, over colocated stock verl")
+    print("rollout: share of a step in which training waits for it; staleness: mean (maximum), in versions")
+    for reason in dict.fromkeys(row.reason for row in rows if isinstance(row, comparison.Refused)):
         print(f"not possible: {reason}")
     print(
         "calculated from data sheets; not counted: vLLM's asynchronous scheduling and V2 model runner, which presets "
         "turn off on a GPU (docs/choosing.md)"
     )
     if best is None:
-        print(f"\nno preset gains {presets.WORTH - 1:.0%} over stock verl here: keep it")
+        print(f"\nno preset gains {comparison.WORTH - 1:.0%} over stock verl at its best: keep it")
         return
     print("\nthe simplest preset near the best speed:", *_advised(best), sep="\n  ")
 
@@ -132,11 +129,9 @@ def _described(shape: Shape) -> str:
 
 
 def _advised(row: Row) -> list[str]:
-    if row.split is not None and row.preset == "full":
-        return overrides_of(row.split, row.max_staleness or 0)
-    mode = "separate_async" if row.separate else "colocate_async" if row.max_staleness else "sync"
-    bound = [] if row.max_staleness is None else [f"{_OPTION}.max_staleness={row.max_staleness}"]
-    return [f"+rhyme={row.preset}", f"trainer.v1.trainer_mode={mode}", *bound]
+    if row.split is not None:
+        return overrides_of(row.split, row.max_staleness, row.preset)
+    return colocated(row.preset, row.max_staleness)
 
 
 def _named(row: Row | Refused) -> dict[str, Any]:

@@ -11,23 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 
 from verl_rhyme.config.checks import nearest
 from verl_rhyme.planning import profile, roofline
 from verl_rhyme.planning.architecture import Architecture
 from verl_rhyme.planning.sites import Model, Pool
 from verl_rhyme.planning.times import Training
-from verl_rhyme.planning.typed_yaml import ClusterError, errors_with_key, typed
+from verl_rhyme.planning.typed_yaml import ClusterError, typed
 from verl_rhyme.planning.workload import Lengths
 
 #: What errors name in place of a file.
 SOURCE = Path("shape")
 #: Lengths as shares of the limit, by percentile: those of examples/simulate/dapo32b.yaml.
 PERCENTILES = {50.0: 0.122, 90.0: 0.44, 99.0: 0.88}
-#: Lowest acceptance lengths by entropy (nats a token), of first and of later epochs: docs/choosing.md, replays.
+#: Lowest acceptance lengths by entropy (nats a token), of first and of later epochs: docs/choosing.md, replays. Below
+#: 0.25 nats they stay; 1 at 4 nats is assumed.
 ACCEPTANCE = ((0.25, 2.0, 4.3), (0.4, 1.7, 2.4), (0.9, 1.5, 1.9), (2.2, 1.2, 1.3), (4.0, 1.0, 1.0))
-#: Verified draft tokens per gained token, the highest of these replays (trace ``roads``).
+#: Verified draft tokens per gained token, those of the trace ``roads``.
 OVERHEAD = 2.77
 #: Seconds of a training step in addition to its tokens, and bytes a second of a copy of the weights.
 UPDATE, COPIED = 5.0, 13e9
@@ -57,7 +58,7 @@ class Shape:
 
     @classmethod
     def parse(cls, pairs: Sequence[str], given: Mapping[str, Any] | None = None) -> Shape:
-        """Return the shape of ``KEY=VALUE`` arguments, which win over ``given``. Raises ClusterError."""
+        """Return the shape of ``KEY=VALUE`` arguments, which win over those of a command. Raises ClusterError."""
         tree = dict(given or {})
         for pair in pairs:
             key, equals, value = pair.partition("=")
@@ -70,8 +71,10 @@ class Shape:
         missing = [name for name, field in cls.__dataclass_fields__.items() if field.default == MISSING]
         if missing := [name for name in missing if name not in tree]:
             example = "gpu=h100 gpus=8 model=Qwen/Qwen3-8B batch=128 samples=16 response=8192"
+            if given is not None:
+                example = "gpu=h100 -- python -m verl.trainer.main_ppo ..."
             raise ClusterError(f"{SOURCE}: {', '.join(missing)} missing: for example {example}")
-        found: Shape = typed(cls, OmegaConf.to_container(OmegaConf.create(tree)), SOURCE)  # type: ignore[arg-type]
+        found: Shape = typed(cls, tree, SOURCE)
         found.gpu = next((name for name in roofline.GPUS if name.upper() == found.gpu.upper()), found.gpu)
         found._check()
         return found
@@ -87,12 +90,12 @@ class Shape:
             raise ClusterError(f"{SOURCE}: entropy must be above 0 nats per token, not {self.entropy}")
         if self.mean is not None and not 1 <= self.mean <= self.response / 2:
             raise ClusterError(f"{SOURCE}: mean must be from 1 to half of response={self.response}, not {self.mean:g}")
-        if self.tp is not None and (self.tp < 1 or self.gpus % self.tp):
-            raise ClusterError(f"{SOURCE}: tp={self.tp} must divide gpus={self.gpus}")
+        if self.tp is not None and (self.tp < 1 or self.gpus % self.tp or self.node % self.tp):
+            raise ClusterError(f"{SOURCE}: tp={self.tp} must divide gpus={self.gpus} and node={self.node}")
 
     @property
     def architecture(self) -> Architecture:
-        return profile.model(self.model, Path(SOURCE))
+        return profile.model(self.model, SOURCE)
 
     @property
     def percentiles(self) -> dict[float, float]:
@@ -124,7 +127,7 @@ class Shape:
         if self.tp is not None:
             return self.tp
         longest, model, sheet = self.prompt + self.response, self.architecture, roofline.GPUS[self.gpu]
-        sizes = [tp for tp in (1, 2, 4, 8, 16) if not (model.heads % tp or self.gpus % tp)]
+        sizes = [tp for tp in (1, 2, 4, 8, 16) if not (model.heads % tp or self.gpus % tp or self.node % tp)]
         rooms = {tp: roofline.replica(model, sheet, tp).room for tp in sizes}
         fitting = [tp for tp in sizes if rooms[tp] >= longest]
         if not fitting:
@@ -139,14 +142,15 @@ class Shape:
         """GPUs of a copy of the training weights: the fewest that hold them on half of the GPUs, else on all."""
         model, memory = Model(self.architecture.parameters), roofline.GPUS[self.gpu].memory
         sizes = [size for size in (2**i for i in range(20)) if size <= self.gpus]
-        for share in (max(1, self.gpus // 2), self.gpus):
+        half = self.gpus // 2 // self.node * self.node or max(1, self.gpus // 2)
+        for share in (half, self.gpus):
             for size in sizes:
                 pool = Pool("", "", share, self.node, memory, training=Training(1.0, copy_gpus=size, reserve=RESERVE))
                 if size <= share and not pool.check_training(model, share):
                     return size
         raise ClusterError(
             f"{SOURCE}: training {self.model} with Adam, without offload, does not fit into {self.gpus} {self.gpu}: "
-            "raise gpus"
+            "raise gpus, or set training.copy_gpus and training.reserve in a file (examples/plan)"
         )
 
     @property
@@ -191,19 +195,4 @@ class Shape:
             "workload": {**workload, "prompt_tokens": self.prompt, **lengths},
             "batch_prompts": batch,
             "training": {"token": token, **times},
-        }
-
-
-def of_run(config: Any, train_gpus: int, rollout_gpus: int, node: int) -> dict[str, Any]:
-    """Return a shape's keys of verl's resolved config."""
-    data = config.data
-    with errors_with_key(SOURCE):
-        return {
-            "gpus": train_gpus + rollout_gpus,
-            "model": str(config.actor_rollout_ref.model.path),
-            "batch": int(data.train_batch_size),
-            "samples": int(config.actor_rollout_ref.rollout.n),
-            "response": int(data.max_response_length),
-            "prompt": min(512, int(data.max_prompt_length)),
-            "node": node,
         }

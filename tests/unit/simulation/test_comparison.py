@@ -14,7 +14,7 @@ from verl_rhyme.planning import plan_file, planner
 from verl_rhyme.planning.shape import ACCEPTANCE, SOURCE, Shape
 from verl_rhyme.planning.typed_yaml import ClusterError
 from verl_rhyme.planning.workload import Lengths
-from verl_rhyme.simulation import presets
+from verl_rhyme.simulation import comparison
 
 NODE = ["gpu=h100", "gpus=8", "model=Qwen/Qwen3-8B", "batch=128", "samples=16", "response=8192"]
 SMALL = [*NODE[:3], "batch=16", "samples=4", "response=8192"]
@@ -36,8 +36,12 @@ def shape(*changes, base=NODE):
         (["entropy=0"], "entropy must be above 0"),
         (["mean=8000"], "mean must be from 1 to half of response=8192"),
         (["batch=0"], "batch must be at least 1"),
-        (["tp=3"], "tp=3 must divide gpus=8"),
-        (["model=Qwen/Qwen2.5-72B", "gpus=4"], "with Adam, without offload, does not fit into 4 H100"),
+        (["tp=3"], "tp=3 must divide gpus=8 and node=8"),
+        (["tp=16", "gpus=32"], "tp=16 must divide gpus=32 and node=8"),
+        (
+            ["model=Qwen/Qwen2.5-72B", "gpus=4"],
+            "with Adam, without offload, does not fit into 4 H100",
+        ),
     ],
 )
 def test_a_wrong_size_is_named(changes, message):
@@ -71,6 +75,7 @@ def test_replicas_and_copies_take_as_few_gpus_as_can_hold_them():
     large = shape("model=Qwen/Qwen2.5-32B", "gpus=32", "response=20480")
     assert (large.replica_gpus, large.copy_gpus) == (2, 8)
     assert shape("tp=4").replica_gpus == 4
+    assert shape("gpus=24").copy_gpus == 2  # of which one node may train
 
 
 def test_a_slice_has_the_same_work_for_a_replica():
@@ -91,7 +96,7 @@ def test_a_plan_is_made_of_a_shape():
 
 @pytest.fixture(scope="module")
 def rows():
-    return [presets._row(shape(base=SMALL), row) for row in presets.ROWS]
+    return [comparison._row(shape(base=SMALL), row) for row in comparison.ROWS]
 
 
 def test_the_presets_are_compared(rows):
@@ -104,30 +109,30 @@ def test_the_presets_are_compared(rows):
     assert by["full", 0, False].staleness_mean == 0
     assert 0 < stock.rollout < 1
     assert all(row.split.rollout_gpus + row.split.train_gpus <= 8 for row in rows if row.separate)
-    best = presets.chosen(rows)
+    best = comparison.chosen(rows)
     assert best.tokens_per_s >= 0.95 * max(row.tokens_per_s for row in rows)
 
 
 def test_none_is_chosen_where_none_gains():
     """Drafts that are never accepted."""
-    rows = [presets._row(shape("entropy=9", base=SMALL), row) for row in presets.ROWS[:2]]
+    rows = [comparison._row(shape("entropy=9", base=SMALL), row) for row in comparison.ROWS[:2]]
     assert rows[0].tokens_per_s == pytest.approx(rows[1].tokens_per_s)
-    assert presets.chosen(rows) is None
+    assert comparison.chosen(rows) is None
 
 
 def test_a_row_that_does_not_fit_says_why():
     """On half of the GPUs each would hold 94 GB, on all of them there is room."""
-    found = presets._row(shape("gpus=4"), ("full", 1, True))
-    assert isinstance(found, presets.Refused)
+    found = comparison._row(shape("gpus=4"), ("full", 1, True))
+    assert isinstance(found, comparison.Refused)
     assert "training on" in found.reason
     with pytest.raises(ClusterError, match="no preset is possible"):
-        presets.chosen([found])
+        comparison.chosen([found])
 
 
 def test_the_command_prints_a_row_for_each_preset():
     result = CliRunner().invoke(app, ["simulate", "--json", *SMALL])
     found = [json.loads(line) for line in result.output.splitlines() if line.startswith("{")]
-    assert [(row["preset"], row["max_staleness"], row["separate"]) for row in found] == list(presets.ROWS)
+    assert [(row["preset"], row["max_staleness"], row["separate"]) for row in found] == list(comparison.ROWS)
     assert sum(row["chosen"] for row in found) == 1
 
 
@@ -143,9 +148,17 @@ def test_a_verl_command_has_a_shape():
         "trainer.n_gpus_per_node": 8,
     }
     overrides = [f"{key}={value}" for key, value in options.items()]
-    found = of_arguments(["gpu=h200", "python", "-m", "verl.trainer.main_ppo", "+rhyme=full", *overrides])
+    overrides.append("reward.custom_reward_function.path=/a/reward.sh")
+    command = ["/usr/bin/python3", "-m", "verl.trainer.main_ppo", "+rhyme=full", *overrides]
+    found = of_arguments(["gpu=h200", *command])
     sizes = "gpus=16 model=Qwen/Qwen3-8B batch=128 samples=16 response=8192 prompt=256 tp=2 node=8"
     assert found == Shape.parse(["gpu=H200", *sizes.split()])
+    with pytest.raises(ClusterError, match=r"gpu missing: for example gpu=h100 -- python -m verl\.trainer\.main_ppo"):
+        of_arguments(command)
+    with pytest.raises(ValueError, match="a script cannot be read"):
+        of_arguments(["bash", "recipes/run_qwen3_8b_grpo.sh"])
+    with pytest.raises(ValueError, match="neither sizes nor a file"):
+        of_arguments(["gpu=h200", "+rhyme=full", "bash"])
 
 
 def test_a_file_is_no_shape(tmp_path):
