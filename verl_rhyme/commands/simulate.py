@@ -81,7 +81,7 @@ def _compare(shape: Shape, as_json: bool) -> None:
     from verl_rhyme.simulation import comparison
 
     print(_described(shape), file=sys.stderr)
-    processes = max(1, min(len(comparison.ROWS), len(os.sched_getaffinity(0)) - 1))
+    processes = max(1, min(len(comparison.ROWS), len(os.sched_getaffinity(0))))
     print(f"simulating {len(comparison.ROWS)} runs in {processes} processes: half a minute to two", file=sys.stderr)
     found = comparison.compare(shape, processes)
     rows = list(track(found, "presets", len(comparison.ROWS), console=Console(stderr=True), transient=True))
