@@ -53,10 +53,10 @@ def warnings(config: Any, rules: Rules | None) -> Iterator[Check]:
     average = OmegaConf.select(config, f"{_ACTOR}.loss_agg_mode")
     horizon = f"{_ACTOR}.loss_scale_factor={OmegaConf.select(config, 'data.max_response_length')}"
     if average == "token-mean":
-        cosine, norm = ("0.96", "1.05") if rules.max_staleness else ("0.9", "1.1")
+        cosine = "0.96 to 1" if rules.max_staleness else "0.81 to 0.90"
         yield _warning(
-            f"{_ACTOR}.loss_agg_mode=token-mean: tokens of short batches weigh more; the gradient has "
-            f"cosine {cosine} and norm {norm} to that of equal weights in a simulated run (docs/pipeline.md)",
+            f"{_ACTOR}.loss_agg_mode=token-mean: tokens of short batches weigh more; in a simulated run, summed "
+            f"gradients have cosine {cosine} to those of equal weights (docs/pipeline.md)",
             f"set {_ACTOR}.loss_agg_mode={_NORM} and {horizon}",
         )
     if average == _NORM and OmegaConf.select(config, f"{_ACTOR}.loss_scale_factor") is None:

@@ -129,31 +129,42 @@ class Rest:
 class Proposals:
     """Decides by width whether the model's own drafter drafts after a step: if tokens come faster with its drafts.
 
-    It starts without. The slower way is tried at intervals that double, until a trial has lost a step.
+    It starts without. The slower way is tried at intervals that double, until a trial has lost a step. Only trials and
+    the first steps after a change decide: their rates are of the same time, while contexts grow and rows become fewer.
     """
 
     #: Steps before the first trial, and most between two; most steps of a trial; steps that a rate remembers.
     SOON, SELDOM, TRIAL, MEMORY = 24, 512, 25, 64
+    #: Steps that the result of the last trial counts as in the next.
+    EARLIER = 4
 
     def __init__(self) -> None:
+        self._drafts = np.zeros(WIDTHS, dtype=np.int64)  # whether the drafter drafts outside of trials
         self._sums = np.zeros((WIDTHS, 2, 3))  # tokens, seconds and steps, by whether the drafter drafts
         self._interval = np.full(WIDTHS, self.SOON)
         self._waited = np.zeros(WIDTHS, dtype=np.int64)
         self._trial = np.zeros(WIDTHS, dtype=np.int64)  # steps left of a trial
         self._lost = np.zeros(WIDTHS)  # usual steps that the trial has cost
+        self._pace = np.zeros(WIDTHS)  # usual tokens a second at the last trial
 
     def wanted(self, rows: int) -> bool:
         width = width_of(rows)
-        faster = self.faster(rows)
+        usual = self._drafts[width]
         if not self._trial[width]:
             self._waited[width] += 1
             if self._waited[width] < self._interval[width]:
-                return faster
+                return bool(usual)
             self._waited[width], self._trial[width], self._lost[width] = 0, self.TRIAL, 0.0
             self._interval[width] = min(2 * self._interval[width], self.SELDOM)
+            tokens, seconds, _ = self._sums[width, usual].tolist()
+            pace = tokens / seconds if tokens else 0.0
+            earlier = self._sums[width, 1 - usual]
+            earlier *= min(1.0, self.EARLIER / max(1.0, earlier[2]))
+            earlier[1] *= self._pace[width] / pace if pace and self._pace[width] else 1.0
+            self._pace[width] = pace
         self._trial[width] -= 1
         # What a step of it gained is known a step later.
-        return faster if self._trial[width] % 2 else not faster
+        return bool(usual if self._trial[width] % 2 else 1 - usual)
 
     def end_trial(self, rows: int) -> None:
         self._trial[width_of(rows)] = 0
@@ -164,18 +175,20 @@ class Proposals:
         ``seconds``: of the step before, as if it had verified the drafts of this one.
         """
         width = width_of(rows)
-        before = self.faster(rows)
-        if self._trial[width] and proposed != before:
-            usual, usual_seconds, steps = self._sums[width, int(before)].tolist()
-            self._lost[width] += steps * (seconds / usual_seconds - tokens / usual) if usual else 0.0
+        usual, other = self._drafts[width], 1 - self._drafts[width]
+        if self._trial[width] and proposed == other:
+            sums = self._sums[width, usual].tolist()
+            self._lost[width] += sums[2] * (seconds / sums[1] - tokens / sums[0]) if sums[0] else 0.0
             if self._lost[width] > 1:
                 self._trial[width] = 0
         self._sums[width, int(proposed)] *= 1 - 1 / self.MEMORY
         self._sums[width, int(proposed)] += tokens, seconds, 1
-        if self.faster(rows) != before:
-            self._interval[width], self._waited[width], self._trial[width] = self.SOON, 0, 0
+        if self._trial[width] or self._interval[width] == self.SOON:
+            (known, known_seconds, _), (tried, tried_seconds, _) = self._sums[width, [usual, other]].tolist()
+            if known > 0 and tried > 0 and tried * known_seconds > known * tried_seconds:
+                self._drafts[width], self._interval[width] = other, self.SOON
+                self._waited[width] = self._trial[width] = 0
 
     def faster(self, rows: int) -> bool:
         """Return whether the model's drafts are known to gain."""
-        (plain, plain_seconds, _), (drafted, drafted_seconds, _) = self._sums[width_of(rows)].tolist()
-        return plain > 0 and drafted > 0 and drafted * plain_seconds > plain * drafted_seconds
+        return bool(self._drafts[width_of(rows)])

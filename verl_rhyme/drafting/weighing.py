@@ -127,7 +127,7 @@ class Weighing:
         return wanted
 
     def _priced(self, rows: int) -> bool:
-        return 2 * rows <= self.cost.largest
+        return 3 * rows <= 2 * self.cost.largest
 
     def _experiment(self, rows: int) -> int:
         """Return the draft tokens that the next step verifies in addition to the profitable ones; mostly 0."""

@@ -139,14 +139,14 @@ class Shape:
 
     @property
     def copy_gpus(self) -> int:
-        """GPUs of a copy of the training weights: the fewest that hold them on half of the GPUs, else on all."""
+        """GPUs of a copy of the training weights: the fewest that hold them on half of the GPUs, else on more."""
         model, memory = Model(self.architecture.parameters), roofline.GPUS[self.gpu].memory
-        sizes = [size for size in (2**i for i in range(20)) if size <= self.gpus]
-        half = self.gpus // 2 // self.node * self.node or max(1, self.gpus // 2)
-        for share in (half, self.gpus):
-            for size in sizes:
+        unit = self.replica_gpus if self.gpus <= self.node else self.node  # the least for rollout
+        half = max(unit, self.gpus // 2 // unit * unit)
+        for share in (half, max(half, self.gpus - unit), self.gpus):
+            for size in [*(2**i for i in range(20)), share]:
                 pool = Pool("", "", share, self.node, memory, training=Training(1.0, copy_gpus=size, reserve=RESERVE))
-                if size <= share and not pool.check_training(model, share):
+                if not share % size and not pool.check_training(model, share):
                     return size
         raise ClusterError(
             f"{SOURCE}: training {self.model} with Adam, without offload, does not fit into {self.gpus} {self.gpu}: "
@@ -173,25 +173,23 @@ class Shape:
             "copy": self.copied_s,
         }
 
-    @property
-    def slices(self) -> int:
-        """Equal parts of the run, of which one is simulated; larger ones take minutes."""
-        parts, replicas = 1, self.gpus // self.replica_gpus
-        while self.batch * self.samples > MOST * parts and not (self.batch % (2 * parts) or replicas < 8 * parts):
+    def slices(self, rollout_gpus: int) -> int:
+        """Return equal parts of the run, of which one is simulated; larger ones take minutes."""
+        parts, replicas = 1, rollout_gpus // self.replica_gpus
+        while self.batch * self.samples > MOST * parts and not (self.batch % (2 * parts) or replicas % (2 * parts)):
             parts *= 2
         return parts
 
-    def cluster_file(self, rollout_gpus: int, train_gpus: int, epochs: int, steps: int) -> dict[str, Any]:
-        """Return a slice, with epochs of ``steps`` training steps."""
-        tp, parts = self.replica_gpus, self.slices
-        batch = self.batch // parts
+    def cluster_file(self, rollout_gpus: int, train_gpus: int, parts: int, epochs: int, steps: int) -> dict[str, Any]:
+        """Return one of ``parts`` slices, with epochs of ``steps`` training steps."""
+        tp, batch = self.replica_gpus, self.batch // parts
         workload = {"prompts": steps * batch, "samples": self.samples, "epochs": epochs}
         lengths = {"response_limit": self.response, "percentiles": self.percentiles}
         times = {"update": UPDATE, "sync": 2 * self.copied_s, "copy": self.copied_s, "reward": REWARD}
         token = parts * roofline.training_token(self.architecture, roofline.GPUS[self.gpu]) / train_gpus
         return {
             "model": self.model,
-            "replicas": [{"count": max(1, round(rollout_gpus / tp / parts)), "gpu": self.gpu, "tp": tp}],
+            "replicas": [{"count": max(1, rollout_gpus // tp // parts), "gpu": self.gpu, "tp": tp}],
             "workload": {**workload, "prompt_tokens": self.prompt, **lengths},
             "batch_prompts": batch,
             "training": {"token": token, **times},

@@ -23,15 +23,17 @@ ROWS = tuple(
     for separate in (False, True)
     for preset, bound in (("off", None), ("histospec", None), ("full", 0), ("full", 1), ("full", 2))
 )
-#: Training steps of an epoch, and epochs: cycles of three steps at k = 0 count whole, and the data do not end.
-STEPS, EPOCHS = 6, 3
+#: Training steps of an epoch and epochs. Figures are of the first cycle of three steps at k = 0, and of twelve steps
+#: after two epochs; prompts in flight and the end of the data then do not matter.
+STEPS, EPOCHS = 4, 6
+FIRST, WARM, COUNTED = 3, 8, 12
 #: Least speed over stock verl's that is worth a preset, and the share of the best speed that a simpler one may miss.
 WORTH, NEAR = 1.05, 0.05
 
 
 @dataclass(frozen=True)
 class Row:
-    """A preset's figures; those without ``_first`` are of the second epoch."""
+    """A preset's figures; those without ``_first`` are of later epochs."""
 
     preset: str
     max_staleness: int | None  # k; None: verl's schedule
@@ -71,23 +73,24 @@ def _row(shape: Shape, which: tuple[str, int | None, bool]) -> Row | Refused:
         except NoSplit as error:
             return Refused(preset, bound, separate, str(error).rpartition("\n- ")[2])
         gpus = split.rollout_gpus, split.train_gpus
-    tree = shape.cluster_file(*gpus, epochs=EPOCHS, steps=STEPS)
+    parts = shape.slices(gpus[0])
+    tree = shape.cluster_file(*gpus, parts, epochs=EPOCHS, steps=STEPS)
     tree |= {"preset": preset, "topology": "separate" if separate else "colocated"}
     tree |= {"max_staleness": bound} if bound is not None else {}
     tree["drafts"] = {"acceptance": list(shape.acceptance) if drafts else [1.0], "overhead": OVERHEAD}
     loaded = cluster_file.of_tree(tree, SOURCE)
-    steps = Simulation(loaded.scenario, loaded.prompts, loaded.updates).run(steps=2 * STEPS)
-    later = steps[STEPS:]
+    steps = Simulation(loaded.scenario, loaded.prompts, loaded.updates).run(steps=WARM + COUNTED)
+    later = steps[WARM:]
     return Row(
         preset,
         bound,
         separate,
-        step_first_s=_seconds(steps[:STEPS]),
+        step_first_s=_seconds(steps[:FIRST]),
         step_s=_seconds(later),
         rollout=sum(step.idle_s for step in later) / (later[-1].ended - later[0].began),
         staleness_mean=fmean(step.staleness_mean for step in later),
         staleness_max=max(step.staleness_max for step in later),
-        tokens_per_s=shape.slices * sum(step.tokens for step in later) / (later[-1].ended - later[0].began),
+        tokens_per_s=parts * sum(step.tokens for step in later) / (later[-1].ended - later[0].began),
         split=split,
     )
 
@@ -104,11 +107,15 @@ def _split(shape: Shape, bound: int | None, drafts: bool) -> Split:
 
 
 def chosen(rows: Sequence[Row | Refused]) -> Row | None:
-    """Return the simplest preset near the best speed; ``None`` if none is worth it, next to stock verl at its best."""
+    """Return a row near the best speed, the one with the lowest staleness, the simplest of these.
+
+    ``None`` if none is worth it, next to stock verl at its best.
+    """
     possible = [row for row in rows if isinstance(row, Row)]
     if not possible:
         raise ClusterError(f"{SOURCE}: no preset is possible")
     stock = max(row.tokens_per_s for row in possible if row.preset == "off")
     ours = [row for row in possible if row.preset != "off" and row.tokens_per_s >= WORTH * stock]
     best = max((row.tokens_per_s for row in ours), default=0.0)
-    return next((row for row in ours if row.tokens_per_s >= (1 - NEAR) * best), None)
+    near = (row for row in ours if row.tokens_per_s >= (1 - NEAR) * best)
+    return min(near, key=lambda row: row.staleness_max, default=None)

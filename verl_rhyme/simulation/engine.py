@@ -170,16 +170,21 @@ class Engine:
         self._queued[request.name] = order, request
         heapq.heappush(self._queue, (request.priority, order, request))
 
-    def _step_seconds(self) -> float:
-        """Without drafts, as many tokens take more steps: drafts are verified where they gain (drafting.weigh_cost)."""
+    def _step_seconds(self) -> tuple[float, float]:
+        """Return the seconds of the next step, and those by which each further one is longer.
+
+        Drafts are verified where they gain (``drafting.weigh_cost``); else as many tokens take more steps, whose tokens
+        requests share by their pace.
+        """
         rows, step = len(self._running), self.cost.step
-        plain = step.seconds(rows, self._cached) * self._pace / rows
-        return min(plain, step.seconds(rows, self._cached, self._drafts))
+        growth, more = step.cached * self._pace, self._pace / rows
+        plain, drafted = step.seconds(rows, self._cached) * more, step.seconds(rows, self._cached, self._drafts)
+        return (plain, growth * more) if plain < drafted else (drafted, growth)
 
     def _seconds(self, steps: float) -> float:
         """Return the seconds of ``steps`` steps from now on; each one makes the cache larger."""
-        growth = self.cost.step.cached * self._pace
-        return steps * (self._step_seconds() + growth * steps / 2)
+        first, growth = self._step_seconds()
+        return steps * (first + growth * steps / 2)
 
     def _advance(self, now: float) -> None:
         passed = now - self._now
@@ -193,7 +198,7 @@ class Engine:
         passed -= stalled
         if passed <= 0:
             return
-        first, growth = self._step_seconds(), self.cost.step.cached * self._pace
+        first, growth = self._step_seconds()
         # Root n of growth/2 n^2 + first n = passed, in a form that stays accurate as growth goes to 0.
         steps = 2 * passed / (first + math.sqrt(first * first + 2 * growth * passed))
         self._steps += steps

@@ -17,6 +17,10 @@ from verl_rhyme.simulation.scenario import Step
 COLUMNS = ("waited s", "step s", "tokens/s", "early", "bubble", "wasted", "staleness", "rank corr.")
 
 
+#: First steps that are not typical of a run: batches in flight fill up.
+_STARTED = 2
+
+
 def row(step: Step) -> dict[str, Any]:
     """Return a step as one flat object; forecasts are under ``lengths/``, ``parts`` is a number."""
     flat = asdict(step)
@@ -56,7 +60,6 @@ def totals(simulation: Simulation) -> dict[str, Any]:
     held = simulation.scenario.blocked_s
     parts, waited = (sum(getattr(step, name) for step in steps) for name in ("parts_s", "idle_s"))
     synced = sum(min(held, step.ended - step.collected) for step in steps)
-    cosine, norm = token_mean([step.tokens for step in steps])
     times = {"waiting": waited, "parts": parts, "training": span - waited - parts - synced, "weights": synced}
     return {
         "updates": len(steps),
@@ -70,8 +73,7 @@ def totals(simulation: Simulation) -> dict[str, Any]:
         "staleness_mean": float(np.average([step.staleness_mean for step in steps], weights=[s.groups for s in steps])),
         "staleness_max": max(step.staleness_max for step in steps),
         "early": float(np.mean([step.early_share for step in steps])),
-        "token_mean_cosine": cosine,
-        "token_mean_norm": norm,
+        "token_mean_cosine": token_mean([step.tokens for step in steps[_STARTED:-1]]),
         **{f"trainer_{name}": spent / span for name, spent in times.items()},
         "preempted": sum(engine.preempted for engine in engines),
         "replicas": len(simulation.scenario.replicas),
@@ -79,15 +81,14 @@ def totals(simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def token_mean(tokens: Sequence[int]) -> tuple[float, float]:
-    """Return cosine and relative norm of the gradient of batches of so many tokens with ``loss_agg_mode=token-mean``.
+def token_mean(tokens: Sequence[int]) -> float:
+    """Return the cosine between two sums of the gradients of training steps of so many tokens.
 
-    The other gradient weighs all tokens of the run alike; gradients of tokens are independent and of one size.
+    One is that of ``loss_agg_mode=token-mean``, which divides each step by its tokens; the other weighs tokens alike.
+    Gradients of tokens are independent and of one size; each step keeps its direction.
     """
     sizes = np.array(tokens, dtype=float)
-    weights = sizes.mean() / sizes  # of each token, in proportion
-    first, second = (float(np.average(weights**power, weights=sizes)) for power in (1, 2))
-    return first / second**0.5, second**0.5
+    return 1.0 if len(sizes) < 2 else float(len(sizes) / np.sqrt(np.sum(1 / sizes) * np.sum(sizes)))
 
 
 def lines(simulation: Simulation) -> list[str]:
@@ -102,7 +103,7 @@ def lines(simulation: Simulation) -> list[str]:
         + ("" if simulation.scenario.colocated else ", in addition to the trainer's GPUs"),
         f"bubble ratio {stats['bubble_ratio']:.3f}, wasted tokens {stats['wasted']:.1%}, staleness "
         f"{stats['staleness_mean']:.2f} (at most {stats['staleness_max']}), {stats['preempted']} preemptions",
-        f"with loss_agg_mode=token-mean the gradient has cosine {stats['token_mean_cosine']:.2f} and norm "
-        f"{stats['token_mean_norm']:.2f} to that of equal weights (docs/pipeline.md)",
+        "with loss_agg_mode=token-mean the sum of the steps' gradients has cosine "
+        f"{stats['token_mean_cosine']:.2f} to that of equal weights (docs/pipeline.md)",
         f"trainer's time: {trainer}; {stats['early']:.0%} of the samples were trained in parts",
     ][: 3 if simulation.scenario.part_samples is None else 4]

@@ -93,7 +93,7 @@ def test_weights_of_a_temperature_that_vllm_raises_are_reported(temperature, rep
 @pytest.mark.parametrize("run", [["full"], ["sorted", ON_POLICY]])
 def test_averages_of_batches_that_finish_first(run):
     (line,) = warnings(*run, *average("token-mean"))
-    assert "cosine 0.9" in line
+    assert ("cosine 0.96 to 1 " if run == ["full"] else "cosine 0.81 to 0.90 ") in line
     assert "loss_scale_factor=384" in line
     (line,) = warnings(*run, *average(NORM))
     assert "set actor_rollout_ref.actor.loss_scale_factor=384" in line

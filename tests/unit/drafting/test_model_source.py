@@ -9,6 +9,7 @@ from tests.unit.drafting.engine import KEY, Engine, history
 from tests.unit.drafting.test_adaptive import make
 from tests.unit.drafting.virtual_engine import Texts, VirtualEngine, linear
 from verl_rhyme.drafting import kernels
+from verl_rhyme.drafting.budget import Proposals
 from verl_rhyme.drafting.policy import SOURCES
 
 pytestmark = pytest.mark.xdist_group("kernels")
@@ -118,3 +119,20 @@ def test_an_unlucky_trial_does_not_decide():
         priced.model = 0.3 * priced.seconds(1, 0, 0, 0)
         log = VirtualEngine(priced, Texts(0.0, 400, seed), 1, seed).run(repeat(400), 800)
         assert log.gain(0, 800) > 1.2
+
+
+@pytest.mark.parametrize("drafter", [0.05, 0.15])
+def test_a_drafter_that_loses_at_all_times_is_not_taken_up_as_steps_change(drafter):
+    """Rows become fewer, so that a step has fewer tokens than at the last trial; ``drafter``: its share of a step."""
+    rng, proposals = np.random.default_rng(0), Proposals()
+    lost, total, last = 0.0, 0.0, None
+    for step in range(2000):
+        rows = 255 - step // 16
+        seconds = (1 + rows / 500) * np.exp(0.05 * rng.standard_normal())
+        if last is not None:
+            proposals.observe(*last)
+        wanted = proposals.wanted(rows)
+        assert not proposals.faster(rows)
+        total, lost = total + seconds, lost + drafter * wanted * seconds
+        last = rows, wanted, rows, seconds * (1 + drafter * wanted)
+    assert 0 < lost < 0.006 * total

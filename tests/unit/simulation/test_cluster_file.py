@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -138,8 +139,8 @@ def test_a_users_profile_is_read(tmp_path):
 
 
 def test_the_gradient_of_token_mean():
-    """A batch of 100 tokens and one of 300: their tokens weigh 2 and 2/3, on average 1 a batch."""
-    cosine, norm = summary.token_mean([100, 300])
-    assert norm == pytest.approx(((100 * 4 + 300 * 4 / 9) / 400) ** 0.5)
-    assert cosine == pytest.approx((100 * 2 + 300 * 2 / 3) / 400 / norm)
-    assert summary.token_mean([200, 200]) == (1.0, 1.0)
+    """Steps of 100 and 300 tokens, which are orthogonal: (10, 17.3) with equal weights, (0.1, 0.058) by tokens."""
+    equal, by_tokens = (100**0.5, 300**0.5), (100**-0.5, 300**-0.5)
+    product = sum(a * b for a, b in zip(equal, by_tokens, strict=True))
+    assert summary.token_mean([100, 300]) == pytest.approx(product / math.hypot(*equal) / math.hypot(*by_tokens))
+    assert summary.token_mean([200, 200]) == pytest.approx(1)

@@ -75,17 +75,20 @@ def test_replicas_and_copies_take_as_few_gpus_as_can_hold_them():
     large = shape("model=Qwen/Qwen2.5-32B", "gpus=32", "response=20480")
     assert (large.replica_gpus, large.copy_gpus) == (2, 8)
     assert shape("tp=4").replica_gpus == 4
-    assert shape("gpus=24").copy_gpus == 2  # of which one node may train
+    assert shape("gpus=24").copy_gpus == 2  # one node trains
+    assert shape("gpus=32", "model=Qwen/Qwen2.5-72B").copy_gpus == 24  # three nodes
+    assert shape("gpus=16", "node=4", "model=Qwen/Qwen2.5-32B").copy_gpus == 12
 
 
 def test_a_slice_has_the_same_work_for_a_replica():
     large = shape("model=Qwen/Qwen2.5-32B", "gpus=128", "batch=512", "response=20480")
-    parts = large.slices
+    parts = large.slices(64)
     assert parts > 1
-    whole, tree = 128 // large.replica_gpus, large.cluster_file(128, 128, epochs=1, steps=1)
-    assert tree["replicas"][0]["count"] == whole // parts
+    tree = large.cluster_file(64, 64, parts, epochs=1, steps=1)
+    assert tree["replicas"][0]["count"] * parts == 64 // large.replica_gpus
     assert tree["batch_prompts"] * parts == 512
-    assert shape().slices == 1
+    assert large.slices(6) == 1  # three replicas
+    assert shape().slices(8) == 1
 
 
 def test_a_plan_is_made_of_a_shape():
@@ -122,7 +125,7 @@ def test_none_is_chosen_where_none_gains():
 
 def test_a_row_that_does_not_fit_says_why():
     """On half of the GPUs each would hold 94 GB, on all of them there is room."""
-    found = comparison._row(shape("gpus=4"), ("full", 1, True))
+    found = comparison._row(shape("gpus=4", "tp=2"), ("full", 1, True))
     assert isinstance(found, comparison.Refused)
     assert "training on" in found.reason
     with pytest.raises(ClusterError, match="no preset is possible"):

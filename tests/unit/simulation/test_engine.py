@@ -68,14 +68,14 @@ def test_end_times_equal_the_reference(wanted, slots, pace):
 
 def test_drafts_that_would_lose_are_not_verified():
     """As ``drafting.weigh_cost`` decides: with them a step of two tokens would take longer than two steps."""
-    costly = ReplicaCost(StepCost(base=0.01, row=0.001, draft=0.02), slots=8)
+    costly = ReplicaCost(StepCost(base=0.01, row=0.001, cached=1e-4, draft=0.02), slots=8)
     ends = []
     for pace, drafts in ((2.0, 4.0), (1.0, 0.0)):
         engine = Engine(costly)
         for i in range(4):
             engine.submit(Request(i, i, 0, 40, pace=pace, drafts=drafts), 0.0)
         ends.append([at for _, at in run(engine)])
-    assert ends[0] == pytest.approx(ends[1])
+    assert ends[0] == pytest.approx(ends[1], rel=0.02)  # of a step of two tokens, the cache is that of its middle
 
 
 def test_a_full_cache_preempts_the_request_admitted_last():

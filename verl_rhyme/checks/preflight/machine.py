@@ -22,7 +22,9 @@ OBJECT_STORE = "ray_kwargs.ray_init.object_store_memory"
 
 #: Types of file systems that several machines mount.
 _NETWORK = {"afs", "beegfs", "ceph", "cifs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "panfs", "smb3", "wekafs"}
-_NETWORK |= {f"fuse.{name}" for name in ("ceph", "glusterfs", "juicefs", "sshfs")}
+_NETWORK |= {"9p", "cpfs", "gfs2", "ocfs2", "virtiofs"}
+#: FUSE's local ones; others, such as fuse.s3fs, have a network behind them.
+_LOCAL_FUSE = {"fuse.fuse-overlayfs", "fuse.lxcfs", "fuse.mergerfs", "fuse.ntfs-3g", "fuse.squashfuse", "fuse.unionfs"}
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,14 @@ def _cluster_file() -> Path:
 
 def network_file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str | None:
     """Return the type of the network file system of a folder, which may not exist yet; ``None`` if it is local."""
-    path, found, kind = folder.expanduser().resolve(), Path("/"), ""
+    path, kind = folder.expanduser().resolve(), ""
     for line in mounts.read_text().splitlines() if mounts.is_file() else ():
-        _, point, of_point, *_ = line.split()
-        at = Path(point.replace("\\040", " "))
-        if path.is_relative_to(at) and at.is_relative_to(found):  # a later mount hides an earlier one
-            found, kind = at, of_point
-    return kind if kind in _NETWORK else None
+        if len(fields := line.split()) < 3:
+            continue
+        at = Path(fields[1].replace("\\040", " "))
+        if path.is_relative_to(at):  # a later mount hides earlier ones
+            kind = fields[2]
+    return kind if kind in _NETWORK or (kind.startswith("fuse.") and kind not in _LOCAL_FUSE) else None
 
 
 def free_disk(folder: Path) -> tuple[Path, int]:
