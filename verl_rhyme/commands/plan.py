@@ -16,11 +16,15 @@ from verl_rhyme.commands.output import one_line_errors
 from verl_rhyme.commands.shapes import What, of_arguments
 
 if TYPE_CHECKING:
+    from verl_rhyme.planning.cost import ReplicaCost
     from verl_rhyme.planning.plan_file import LoadedPlan
     from verl_rhyme.planning.planner import Plan, Split
 
 #: Minimum width of the table in characters.
 _WIDTH = 128
+COMPARE_REWARDS = (
+    "compare rewards at equal samples before you let tokens be more than 1 version stale (docs/choosing.md)"
+)
 #: Most step time of colocated training, as a share of that on separate GPUs, to be recommended.
 _BETTER = 0.99
 
@@ -41,7 +45,14 @@ def plan(
             loaded = plan_file.load(Path(arguments[0]), arguments[1:])
         else:
             loaded = plan_file.of_tree(shape.plan_file(None, shape.acceptance[-1]), SOURCE)
-        plans = planner.plan_bounds(loaded.problem) if loaded.compare_bounds else [planner.plan(loaded.problem)]
+        try:
+            plans = planner.plan_bounds(loaded.problem) if loaded.compare_bounds else [planner.plan(loaded.problem)]
+        except planner.NoSplit as error:
+            if shape is None:
+                raise
+            raise ValueError(
+                f"{error}\n`verl-rhyme simulate` with the same sizes compares colocated engines"
+            ) from error
         best = planner.profitable(plans)
     if as_json:
         print(json.dumps(_report(plans, best, loaded), indent=2))
@@ -49,9 +60,25 @@ def plan(
         _print(plans, best, loaded)
 
 
-def colocated(preset: str, max_staleness: int | None) -> list[str]:
-    mode = "colocate_async" if max_staleness else "sync"
-    return [f"+rhyme={preset}", f"trainer.v1.trainer_mode={mode}", *_bound(max_staleness)]
+def colocated(
+    preset: str, max_staleness: int | None, gpus: int, node: int, replica: ReplicaCost, utilization: float
+) -> list[str]:
+    return [
+        f"+rhyme={preset}",
+        f"trainer.v1.trainer_mode={'colocate_async' if max_staleness else 'sync'}",
+        f"trainer.nnodes={-(-gpus // node)}",
+        f"trainer.n_gpus_per_node={min(gpus, node)}",
+        *_engines(replica, utilization),
+        *_bound(max_staleness),
+    ]
+
+
+def _engines(replica: ReplicaCost, utilization: float) -> list[str]:
+    return [
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={replica.gpus}",
+        f"actor_rollout_ref.rollout.gpu_memory_utilization={utilization}",
+        f"actor_rollout_ref.rollout.max_num_seqs={replica.slots}",
+    ]
 
 
 def _bound(max_staleness: int | None) -> list[str]:
@@ -62,7 +89,8 @@ def _bound(max_staleness: int | None) -> list[str]:
 
 def overrides_of(split: Split, max_staleness: int | None, preset: str = "full") -> list[str]:
     if split.colocated:
-        return colocated(preset, max_staleness)
+        pool = split.rollout
+        return colocated(preset, max_staleness, split.train_gpus, pool.node, pool.replicas[split.tp], pool.utilization)
     train, rollout = (
         (-(-gpus // pool.node), min(gpus, pool.node))  # nodes, and GPUs of each
         for gpus, pool in ((split.train_gpus, split.train), (split.rollout_gpus, split.rollout))
@@ -76,9 +104,7 @@ def overrides_of(split: Split, max_staleness: int | None, preset: str = "full") 
         "actor_rollout_ref.rollout.checkpoint_engine.backend=relay",
         f"actor_rollout_ref.rollout.nnodes={rollout[0]}",
         f"actor_rollout_ref.rollout.n_gpus_per_node={rollout[1]}",
-        f"actor_rollout_ref.rollout.tensor_model_parallel_size={split.tp}",
-        f"actor_rollout_ref.rollout.gpu_memory_utilization={split.rollout.utilization}",
-        f"actor_rollout_ref.rollout.max_num_seqs={split.rollout.replicas[split.tp].slots}",
+        *_engines(split.rollout.replicas[split.tp], split.rollout.utilization),
         *_bound(max_staleness),
     ]
 
@@ -190,7 +216,7 @@ def _print(plans: Sequence[Plan], chosen: Plan, loaded: LoadedPlan) -> None:
     if advised.colocated:
         print(f"colocated on {advised.gpus} GPUs, a step takes {advised.step:.0f} s: less than on separate ones")
     if chosen.max_staleness > 1:
-        print("compare rewards at equal samples before you raise max_staleness above 1 (docs/choosing.md)")
+        print(COMPARE_REWARDS)
     for reason in chosen.refused:
         print(f"not possible: {reason}")
     for kind, source in loaded.sources.items():

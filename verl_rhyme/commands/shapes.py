@@ -30,19 +30,18 @@ _PROMPT = 512
 
 def of_arguments(arguments: Sequence[str]) -> Shape | None:
     """Return a run's shape; ``None`` if the arguments begin with a file. Raises ValueError if they make no shape."""
-    main = next((i for i, each in enumerate(arguments) if each.removesuffix(".py").endswith(_MAIN)), None)
-    words = [each for each in arguments[:main] if "=" not in each]
-    if main is None and (words[:1] == [*arguments[:1]] or Path(arguments[0]).is_file()):
-        if any(each == "bash" or each.endswith(".sh") for each in words):
-            raise ValueError(f"a script cannot be read: {_EXAMPLES}")
+    keys = [each.partition("=")[0] for each in arguments]
+    is_size = ["=" in each and key.isidentifier() for each, key in zip(arguments, keys, strict=True)]
+    count = is_size.index(False) if False in is_size else len(arguments)
+    sizes, command = arguments[:count], arguments[count:]
+    if any(each == "bash" or each.endswith(".sh") for each in command if "=" not in each):
+        raise ValueError(f"a script cannot be read: {_EXAMPLES}")
+    is_verl = any(each.removesuffix(".py").endswith(_MAIN) for each in command)
+    if not is_verl and (Path(arguments[0]).is_file() or not (sizes or "=" in command[0])):
         return None
     from verl_rhyme.planning.shape import Shape
 
-    if main is None:
-        if words or any("." in each.partition("=")[0] for each in arguments):
-            raise ValueError(f"neither sizes nor a file: {_EXAMPLES}")
-        return Shape.parse(arguments)
-    return Shape.parse([each for each in arguments[:main] if "=" in each], _sizes(arguments[main + 1 :]))
+    return Shape.parse(sizes, _sizes(command) if command else None)
 
 
 def _sizes(arguments: Sequence[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_rhyme.commands.output import one_line_errors
-from verl_rhyme.commands.plan import colocated, overrides_of
+from verl_rhyme.commands.plan import COMPARE_REWARDS, colocated, overrides_of
 from verl_rhyme.commands.shapes import What, of_arguments
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _compare(shape: Shape, as_json: bool) -> None:
             print(json.dumps({**_named(row), "chosen": row is best}))
         return
     stock = next(row.tokens_per_s for row in rows if isinstance(row, comparison.Row))
-    columns = ("k", "engines", "step s, epoch 1", "step s, epoch 2", "tokens/s", "rollout", "staleness")
+    columns = ("k", "engines", "step s, epoch 1", "step s, later", "tokens/s", "rollout", "staleness")
     table = Table("preset", *columns, box=None, pad_edge=False)
     for row in rows:
         where = "colocated" if not row.separate else "separate"
@@ -104,7 +104,9 @@ def _compare(shape: Shape, as_json: bool) -> None:
         times = f"{row.step_first_s:.0f}", f"{row.step_s:.0f}", f"{row.tokens_per_s / stock:.2f} x"
         table.add_row(*start, where, *times, f"{row.rollout:.0%}", f"{row.staleness_mean:.1f} ({row.staleness_max})")
     Console(width=max(_WIDTH, Console().width)).print(table, highlight=False)
-    print("k: max_staleness; engines: rollout + training; tokens/s: trained, in epoch 2, over colocated stock verl")
+    print(
+        "k: max_staleness; engines: rollout + training; tokens/s: trained, of later epochs, over colocated stock verl"
+    )
     print("rollout: share of a step in which training waits for it; staleness: mean (maximum), in versions")
     for reason in dict.fromkeys(row.reason for row in rows if isinstance(row, comparison.Refused)):
         print(f"not possible: {reason}")
@@ -115,7 +117,9 @@ def _compare(shape: Shape, as_json: bool) -> None:
     if best is None:
         print(f"\nno preset gains {comparison.WORTH - 1:.0%} over stock verl at its best: keep it")
         return
-    print("\nthe simplest preset near the best speed:", *_advised(best), sep="\n  ")
+    print("\nnear the best speed, with the lowest staleness:", *_advised(best, shape), sep="\n  ")
+    if best.staleness_max > 1:
+        print(COMPARE_REWARDS)
 
 
 def _described(shape: Shape) -> str:
@@ -128,10 +132,13 @@ def _described(shape: Shape) -> str:
     )
 
 
-def _advised(row: Row) -> list[str]:
+def _advised(row: Row, shape: Shape) -> list[str]:
+    from verl_rhyme.planning import roofline
+
     if row.split is not None:
         return overrides_of(row.split, row.max_staleness, row.preset)
-    return colocated(row.preset, row.max_staleness)
+    replica = roofline.replica(shape.architecture, roofline.GPUS[shape.gpu], shape.replica_gpus)
+    return colocated(row.preset, row.max_staleness, shape.gpus, shape.node, replica, roofline.UTILIZATION)
 
 
 def _named(row: Row | Refused) -> dict[str, Any]:

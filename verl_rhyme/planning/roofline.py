@@ -43,6 +43,8 @@ READ, COMPUTED, TRAINED = 0.75, 0.5, 0.35
 TRAINING = 8
 #: Seconds of a step's launches, of its all-reduces for each doubling of the GPUs, and of drafting.
 _LAUNCHES, _REDUCES, _DRAFTING = 1.5e-3, 1e-3, 0.5e-3
+#: Share of a GPU's memory that an engine takes.
+UTILIZATION = 0.8
 #: Bytes of an engine's share that activations and sampler take.
 _ACTIVATIONS = 2.5e9
 
@@ -54,7 +56,12 @@ def gpu_named(names: str) -> str:
 
 
 def replica(
-    model: Architecture, gpu: GPU, tp: int = 1, dtype: str = "bfloat16", utilization: float = 0.8, slots: int = 256
+    model: Architecture,
+    gpu: GPU,
+    tp: int = 1,
+    dtype: str = "bfloat16",
+    utilization: float = UTILIZATION,
+    slots: int = 256,
 ) -> ReplicaCost:
     """Return the cost of a replica of ``tp`` GPUs, whose engines take a share ``utilization`` of the memory.
 

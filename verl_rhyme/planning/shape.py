@@ -17,7 +17,7 @@ from verl_rhyme.config.checks import nearest
 from verl_rhyme.planning import profile, roofline
 from verl_rhyme.planning.architecture import Architecture
 from verl_rhyme.planning.sites import Model, Pool
-from verl_rhyme.planning.times import Training
+from verl_rhyme.planning.times import Training, Work, rollout
 from verl_rhyme.planning.typed_yaml import ClusterError, typed
 from verl_rhyme.planning.workload import Lengths
 
@@ -32,8 +32,8 @@ ACCEPTANCE = ((0.25, 2.0, 4.3), (0.4, 1.7, 2.4), (0.9, 1.5, 1.9), (2.2, 1.2, 1.3
 OVERHEAD = 2.77
 #: Seconds of a training step in addition to its tokens, and bytes a second of a copy of the weights.
 UPDATE, COPIED = 5.0, 13e9
-#: Bytes of a GPU's memory for activations and buffers of training, and longest requests that a replica should hold.
-RESERVE, REQUESTS = 20e9, 8
+#: Bytes of a GPU's memory for activations and buffers of training.
+RESERVE = 20e9
 #: Seconds from a response's end to its reward.
 REWARD = 0.5
 #: Samples of a batch that are simulated in one piece.
@@ -53,7 +53,7 @@ class Shape:
     mean: float | None = None  # tokens of a response; None: by PERCENTILES
     prompt: int = 512  # tokens
     entropy: float = 0.4  # nats per token
-    tp: int | None = None  # GPUs of a replica; None: the fewest with enough KV cache
+    tp: int | None = None  # GPUs of a replica; None: those with which stock verl is fastest
     node: int = 8  # GPUs of a node
 
     @classmethod
@@ -88,8 +88,9 @@ class Shape:
             raise ClusterError(f"{SOURCE}: gpus={self.gpus} are not whole nodes of node={self.node} GPUs")
         if not self.entropy > 0:
             raise ClusterError(f"{SOURCE}: entropy must be above 0 nats per token, not {self.entropy}")
-        if self.mean is not None and not 1 <= self.mean <= self.response / 2:
-            raise ClusterError(f"{SOURCE}: mean must be from 1 to half of response={self.response}, not {self.mean:g}")
+        if self.mean is not None and not 1 <= self.mean <= 0.9 * self.response:
+            most = round(0.9 * self.response)
+            raise ClusterError(f"{SOURCE}: mean must be from 1 to {most} (0.9 x response), not {self.mean:g}")
         if self.tp is not None and (self.tp < 1 or self.gpus % self.tp or self.node % self.tp):
             raise ClusterError(f"{SOURCE}: tp={self.tp} must divide gpus={self.gpus} and node={self.node}")
 
@@ -123,19 +124,21 @@ class Shape:
 
     @property
     def replica_gpus(self) -> int:
-        """Raises ClusterError if no replica holds a request."""
+        """Those with the shortest rollout of stock verl. Raises ClusterError if no replica holds a request."""
         if self.tp is not None:
             return self.tp
         longest, model, sheet = self.prompt + self.response, self.architecture, roofline.GPUS[self.gpu]
         sizes = [tp for tp in (1, 2, 4, 8, 16) if not (model.heads % tp or self.gpus % tp or self.node % tp)]
-        rooms = {tp: roofline.replica(model, sheet, tp).room for tp in sizes}
-        fitting = [tp for tp in sizes if rooms[tp] >= longest]
+        costs = {tp: roofline.replica(model, sheet, tp) for tp in sizes}
+        fitting = [tp for tp in sizes if costs[tp].room >= longest]
         if not fitting:
             raise ClusterError(
                 f"{SOURCE}: a request of {longest} tokens does not fit into a replica of at most {max(sizes)} "
                 f"{self.gpu}: raise gpus, or lower response"
             )
-        return next((tp for tp in fitting if rooms[tp] >= REQUESTS * longest), fitting[-1])
+        lengths = Lengths(self.percentiles, self.response).typical()
+        work = Work(lengths, self.batch * self.samples, self.samples, self.prompt)
+        return min(fitting, key=lambda tp: float(rollout(costs[tp], self.gpus / tp, work)))
 
     @property
     def copy_gpus(self) -> int:
@@ -176,7 +179,11 @@ class Shape:
     def slices(self, rollout_gpus: int) -> int:
         """Return equal parts of the run, of which one is simulated; larger ones take minutes."""
         parts, replicas = 1, rollout_gpus // self.replica_gpus
-        while self.batch * self.samples > MOST * parts and not (self.batch % (2 * parts) or replicas % (2 * parts)):
+        while (
+            self.batch * self.samples > MOST * parts
+            and replicas >= 2 * parts
+            and not (self.batch % (2 * parts) or replicas % (2 * parts))
+        ):
             parts *= 2
         return parts
 
