@@ -39,8 +39,9 @@ _MAIN, _CONFIG_PATH, _CONFIG_NAME = "trainer/main_ppo.py", "config", "ppo_traine
 def compose(arguments: Sequence[str]) -> DictConfig:
     """Return the resolved config of arguments of ``python -m verl.trainer.main_ppo``, without hydra's own node.
 
-    The command's program may stand before them. All are optional: ``--config-path`` (relative to verl's ``main_ppo.py``, as with verl), ``--config-name``,
-    ``--config-dir``, overrides. Raises ConfigError with hydra's message in one line, with the nearest key.
+    The command's program may stand before them. All are optional: ``--config-path`` (relative to verl's
+    ``main_ppo.py``, as with verl), ``--config-name``, ``--config-dir``, overrides. Raises ConfigError with hydra's
+    message in one line, with the nearest key.
     """
     program = next((i for i, each in enumerate(arguments) if each.removesuffix(".py").endswith("main_ppo")), -1)
     arguments = arguments[program + 1 :]
