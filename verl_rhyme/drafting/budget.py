@@ -145,7 +145,7 @@ class Proposals:
         self._waited = np.zeros(WIDTHS, dtype=np.int64)
         self._trial = np.zeros(WIDTHS, dtype=np.int64)  # steps left of a trial
         self._lost = np.zeros(WIDTHS)  # usual steps that the trial has cost
-        self._pace = np.zeros(WIDTHS)  # usual tokens a second at the last trial
+        self._pace = np.zeros(WIDTHS)  # usual tokens a second at the last trial or change
 
     def wanted(self, rows: int) -> bool:
         width = width_of(rows)
@@ -188,6 +188,7 @@ class Proposals:
             if known > 0 and tried > 0 and tried * known_seconds > known * tried_seconds:
                 self._drafts[width], self._interval[width] = other, self.SOON
                 self._waited[width] = self._trial[width] = 0
+                self._pace[width] = tried / tried_seconds
 
     def faster(self, rows: int) -> bool:
         """Return whether the model's drafts are known to gain."""
