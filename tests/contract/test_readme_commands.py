@@ -62,7 +62,10 @@ def test_the_commands_work_one_after_another(checkout):
         ("RHYME=off MODE=separate_async {}", "needs our relay for weights, which RHYME=off"),
         ("MODEL=nope {}", "MODEL=nope is neither qwen2, llama, smollm2 nor a model folder"),
         ("EPOCHS=0 {}", "EPOCHS=0 is below 1"),
-        ("RUN_DIR=/dev/null/run {}", "/dev/null/run/checkpoints cannot be written -> set it to a folder that you can write"),
+        (
+            "RUN_DIR=/dev/null/run {}",
+            "/dev/null/run/checkpoints cannot be written -> set it to a folder that you can write",
+        ),
         ("DRY_RUN=1 {} trainer.save_frq=2", "did you mean trainer.save_freq?"),
     ],
 )
