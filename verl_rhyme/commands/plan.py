@@ -63,6 +63,7 @@ def plan(
 def colocated(
     preset: str, max_staleness: int | None, gpus: int, node: int, replica: ReplicaCost, utilization: float
 ) -> list[str]:
+    """Return the overrides of a run whose engines and training share ``gpus``, ``node`` of them in a node."""
     return [
         f"+rhyme={preset}",
         f"trainer.v1.trainer_mode={'colocate_async' if max_staleness else 'sync'}",

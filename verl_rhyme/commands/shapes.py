@@ -21,7 +21,7 @@ What = Annotated[
         "mean (response tokens), entropy (nats per token), tp (of a replica), node (GPUs).",
     ),
 ]
-#: Last part of the module that a verl command runs.
+#: Part of the module that a verl command runs.
 _MAIN = "main_ppo"
 _EXAMPLES = "give sizes such as gpus=8, or gpu=h100 -- python -m verl.trainer.main_ppo ..."
 #: Tokens of a prompt, unless the command allows fewer.
@@ -36,7 +36,7 @@ def of_arguments(arguments: Sequence[str]) -> Shape | None:
     sizes, command = arguments[:count], arguments[count:]
     if any(each == "bash" or each.endswith(".sh") for each in command if "=" not in each):
         raise ValueError(f"a script cannot be read: {_EXAMPLES}")
-    is_verl = any(each.removesuffix(".py").endswith(_MAIN) for each in command)
+    is_verl = any("=" not in each and _MAIN in each for each in command)
     if not is_verl and (Path(arguments[0]).is_file() or not (sizes or "=" in command[0])):
         return None
     from verl_rhyme.planning.shape import Shape

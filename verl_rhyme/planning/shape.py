@@ -68,8 +68,8 @@ class Shape:
                 names = [*cls.__dataclass_fields__]
                 raise ClusterError(f"{SOURCE}: no key {key}{nearest(key, names) or '.'} Choose {', '.join(names)}")
             tree[key] = value
-        missing = [name for name, field in cls.__dataclass_fields__.items() if field.default == MISSING]
-        if missing := [name for name in missing if name not in tree]:
+        required = [name for name, field in cls.__dataclass_fields__.items() if field.default == MISSING]
+        if missing := [name for name in required if name not in tree]:
             example = "gpu=h100 gpus=8 model=Qwen/Qwen3-8B batch=128 samples=16 response=8192"
             if given is not None:
                 example = "gpu=h100 -- python -m verl.trainer.main_ppo ..."

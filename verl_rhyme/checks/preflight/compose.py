@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import functools
 import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -43,8 +44,8 @@ def compose(arguments: Sequence[str]) -> DictConfig:
     ``main_ppo.py``, as with verl), ``--config-name``, ``--config-dir``, overrides. Raises ConfigError with hydra's
     message in one line, with the nearest key.
     """
-    program = next((i for i, each in enumerate(arguments) if each.removesuffix(".py").endswith("main_ppo")), -1)
-    arguments = arguments[program + 1 :]
+    if (begin := program_ends(arguments)) is not None:
+        arguments = arguments[begin:]
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]  # argparse would exit
     args = parser.parse_intermixed_args(list(arguments))
@@ -87,6 +88,14 @@ def compose(arguments: Sequence[str]) -> DictConfig:
     finally:
         state[0].hydra = previous
         HydraConfig.instance().cfg = state[1]
+
+
+def program_ends(arguments: Sequence[str]) -> int | None:
+    """Return where the arguments of ``python -m ...main_ppo`` or ``python .../main_ppo.py`` begin; ``None`` without."""
+    for i, (before, each) in enumerate(itertools.pairwise(["", *arguments])):
+        if (before == "-m" and each.endswith("main_ppo")) or ("=" not in each and each.endswith("main_ppo.py")):
+            return i + 1
+    return None
 
 
 @functools.cache

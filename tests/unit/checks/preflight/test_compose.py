@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 
 from tests.unit.checks.preflight.world import R
 from tests.unit.configs import ROOT
-from verl_rhyme.checks.preflight.compose import compose
+from verl_rhyme.checks.preflight.compose import compose, program_ends
 from verl_rhyme.config import ConfigError
 
 RECIPE = ["--config-path", str(ROOT / "recipes" / "config"), "--config-name", "qwen3_8b_grpo"]
@@ -77,3 +77,16 @@ def test_a_users_yaml_selects_a_preset_as_documented(tmp_path):
         assert OmegaConf.select(config, f"{R}.custom.rhyme.scheduling.refill") == "when_empty"
         assert config.trainer.v1.trainer_mode == "sync"
         assert compose([*arguments, f"{R}.name=vllm", "rhyme=stream"]).trainer.v1.trainer_mode == "separate_async"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begin"),
+    [
+        (["python", "-m", "verl.trainer.main_ppo", "a=1"], 3),
+        (["/usr/bin/python3", "verl/trainer/main_ppo.py", "a=1"], 2),
+        (["a=1", "trainer.experiment_name=main_ppo"], None),
+        (["--config-name", "main_ppo", "a=/x/main_ppo.py"], None),
+    ],
+)
+def test_the_program_of_a_whole_command_is_left_out(arguments, begin):
+    assert program_ends(arguments) == begin
