@@ -20,6 +20,7 @@ import numpy as np
 
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import confidence, kernels, regrowth
+from verl_rhyme.drafting.budget import Lull
 from verl_rhyme.drafting.arrays import Batch, Plans, SlotArrays
 from verl_rhyme.drafting.histories import Get, Histories, Release, keep
 from verl_rhyme.drafting.kernels import MAX_CANDIDATES, N_INPUTS
@@ -67,6 +68,7 @@ class AdaptiveDrafter:
         self._model, self._agreement = confidence.prior(), regrowth.prior()
         self._scratch = [kernels.scratch(config.max_tokens) for _ in range(self._threads.count)]
         self.weighing = Weighing(config.max_tokens, config.weigh_cost)
+        self._lull, self.rests = Lull(), True
         self._steps = 0
         self.planned = False  # whether the last step was planned
         self._free = list(range(slots))[::-1]
@@ -156,6 +158,7 @@ class AdaptiveDrafter:
         if done.chains is not None and done.seconds is not None and not done.prefilled:
             weighing.promise(rows, proposed, done.seconds, int(drafted.sum()), int(granted.sum()), terms)
         self.reach, self.granted = plans.reach, granted
+        self.rests = self._lull.observe(int(granted.sum()))
         self._threads.defer(partial(kernels.count, self._live.arrays.counts, *sampled))
         flat, ends = plans.draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
         return [flat[begin:end] for begin, end in zip((ends - granted).tolist(), ends.tolist(), strict=True)]

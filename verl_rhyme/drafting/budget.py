@@ -70,6 +70,21 @@ def lowest_profitable(prices: np.ndarray, rows: int) -> float:
     return _ROUNDING * float(prices[2] - prices[1]) * rows / float(prices[0])
 
 
+class Lull:
+    """Some plans without a draft, after which an engine launches steps ahead of their plans."""
+
+    #: Plans: the next draft comes two steps late after a lull.
+    PLANS = 4
+
+    def __init__(self) -> None:
+        self._empty = self.PLANS
+
+    def observe(self, drafts: int) -> bool:
+        """Take in the draft tokens of a plan; return whether it is a lull."""
+        self._empty = 0 if drafts else self._empty + 1
+        return self._empty >= self.PLANS
+
+
 class Rest:
     """Decides which steps are planned: by width, as long as drafts gain more time than their plans take.
 

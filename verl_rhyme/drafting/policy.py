@@ -49,6 +49,9 @@ class DecodeStep:
 class DraftPolicy(Protocol):
     """Drafter for the live requests of one engine."""
 
+    #: Whether no drafts are wanted for some steps, which an engine can launch before their tokens are known.
+    rests: bool
+
     def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
         """Start or restart a request; ``previous``, int32[n], are the tokens of the response that it regenerates."""
 

@@ -34,7 +34,9 @@ class RhymeWorkerMethods:
 
         Return whether this worker has our proposer or needs none: only the last pipeline stage samples.
         """
-        from vllm.distributed.parallel_state import get_pp_group
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        from verl_rhyme.engine.steps import Steps
 
         if not get_pp_group().is_last_rank:
             return True
@@ -45,6 +47,8 @@ class RhymeWorkerMethods:
         if self._proposer is None:
             return False
         self._proposer.attach(runner)
+        if runner.scheduler_config.async_scheduling:
+            Steps(runner, self._proposer, get_tp_group())
         return True
 
     @property

@@ -41,6 +41,24 @@ class _Request:
     max_tokens: int
 
 
+@dataclass(slots=True)
+class Sampled:
+    """A step's rows whose sampled tokens are known; B rows sampled a token and are still in the batch."""
+
+    requests: list[str]  # B
+    rows: np.ndarray  # int64[B], their rows in the batch
+    lengths: np.ndarray  # int[B], tokens of each request, with the sampled ones
+    prompts: np.ndarray  # int[B], tokens of each prompt
+    drafted: np.ndarray  # int64[B], verified tokens
+    accepted: np.ndarray  # int64[B]
+    batch: int  # rows of the step, with those amid a prompt
+    prefilled: int  # prompt tokens that it computed
+    known: float  # when the tokens were known, seconds of perf_counter
+    chains: np.ndarray | None = None  # int32[B, k], drafts of the model's own drafter
+    hidden: bool = False  # whether the host worked while the device did, and waited for these tokens
+    ahead: bool = False  # whether the next step has been launched: it has no drafts
+
+
 class HistoryProposer:
     """Draft proposer that vLLM builds from ``speculative_config={"method": "custom_class", "model": "<this class>"}``.
 
@@ -70,8 +88,8 @@ class HistoryProposer:
         self._finished: OrderedDict[str, RequestCounts] = OrderedDict()  # by RequestMeta.id
         self._runner: Any = None
         self._drafted = self._accepted = self._errors = 0
-        self._seconds = self._ended = 0.0
-        self._planning = 0.0  # seconds of the last plan
+        self._seconds = self._planning = 0.0  # of all calls, and of the last plan
+        self._known = self._busy = 0.0  # when the last step's tokens were known, and seconds of the call after it
         self._reported = 0, 0.0  # errors and seconds at the last report
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -94,7 +112,7 @@ class HistoryProposer:
         self._runner = model_runner
         if model_runner.drafter is not self:
             self.load_model()
-            ModelDrafter(model_runner, self, min(self._config.model_tokens, self._config.max_tokens))
+            ModelDrafter(model_runner, self, self.model_tokens)
         if get_tensor_model_parallel_rank() == 0:  # the scheduler takes the drafts of the first rank only
             self._start()
         # vLLM skips the drafter and drafts zeros for all requests once one sequence is within the draft length of
@@ -105,7 +123,7 @@ class HistoryProposer:
 
     def _start(self) -> None:
         threads, history = thread_count(self._config.plan_threads), self._history
-        self._ended = 0.0
+        self._known = 0.0
         self._drafter = build(self._config, history.get, self._slots, self._vocab_size, threads, history.release)
 
     def propose(
@@ -121,87 +139,108 @@ class HistoryProposer:
         ``num_tokens_no_spec``: int32[rows], tokens of each row with the sampled ones. ``token_ids_cpu``: int32[rows,
         max_model_len], prompt and response of each row. ``chains``: int32[rows, k], drafts of the model's own drafter.
         """
-        started = time.perf_counter()
-        try:
-            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, chains, started)
-        except Exception:
-            self._errors += 1
-            warn_once(logger, "drafting failed; the step continues without drafts (logged once)", exc_info=True)
-            return [[] for _ in sampled_token_ids]
-        finally:
-            self._ended = time.perf_counter()
-            self._seconds += self._ended - started
-
-    def _propose(
-        self,
-        sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: Any,
-        token_ids_cpu: Any,
-        chains: np.ndarray | None,
-        now: float,
-    ) -> list[list[int]]:
-        drafter = self._drafter
-        planning, self._planning = self._planning, 0.0
-        if drafter is None:
-            if self._runner is None:
-                raise RuntimeError(
-                    "the proposer has no model runner: call attach_proposer() of the worker extension "
-                    "(worker_extension_cls) on all workers before the first request"
-                )
-            return [[] for _ in sampled_token_ids]
-        self._retire(drafter)
-        for key, history in self._history.ready():
-            if not drafter.add_history(key, history):
-                self._history.release(key, history)
-        batch, count = self._runner.input_batch, len(sampled_token_ids)
-        req_ids, prompt_tokens = batch.req_ids, batch.num_prompt_tokens
+        known, count = time.perf_counter(), len(sampled_token_ids)
+        if not count:  # the step's tokens are not known yet: see Steps
+            return []
+        batch = self._batch
         sampled = np.fromiter(map(len, sampled_token_ids), np.int64, count)
         rows = np.flatnonzero(sampled)
-        if not len(rows):
-            return [[] for _ in sampled_token_ids]
         drafted = np.fromiter(map(len, batch.spec_token_ids), np.int64, count)[rows]
-        accepted = sampled[rows] - 1
-        names = tuple(req_ids if len(rows) == count else [req_ids[row] for row in rows.tolist()])
-        known = any(name in self._requests for name in names)
-        running = [self._requests.get(name) or self._admit(drafter, name) for name in names]
-        max_tokens = np.array([request.max_tokens for request in running])
-        # Without a request of the step before, the engine was idle before the step. The first step has no price yet.
-        timed, first = known and bool(self._ended), not self._ended
-        self._drafted += int(drafted.sum())
-        self._accepted += int(accepted.sum())
-        lengths = num_tokens_no_spec[rows]
-        budget = self._budget(count, len(rows) < count)
-        if first and self._config.weigh_cost:
-            budget = 0
-        generated = lengths - prompt_tokens[rows]
-        longest = self._config.max_tokens
-        limits = request_limits(lengths, generated, max_tokens, self._max_model_len, longest)
-        seconds = now - self._ended if timed else None
-        prefilled = max(0, int(self._runner.query_start_loc.np[count]) - len(rows) - int(drafted.sum()))
-        began = time.perf_counter()
-        planned = drafter.step(
-            DecodeStep(
-                requests=names,
-                rows=rows,
-                tokens=token_ids_cpu,
-                lengths=lengths,
-                drafted=drafted,
-                accepted=accepted,
-                limits=limits,
-                budget=budget,
-                seconds=seconds,
-                planning=planning,
-                prefilled=prefilled,
-                chains=None if chains is None else chains[rows],
-            )
+        step = Sampled(
+            requests=batch.req_ids if len(rows) == count else [batch.req_ids[row] for row in rows.tolist()],
+            rows=rows,
+            lengths=num_tokens_no_spec[rows],
+            prompts=batch.num_prompt_tokens[rows],
+            drafted=drafted,
+            accepted=sampled[rows] - 1,
+            batch=count,
+            prefilled=max(0, int(self._runner.query_start_loc.np[count]) - len(rows) - int(drafted.sum())),
+            known=known,
+            chains=None if chains is None else chains[rows],
         )
-        self._planning = time.perf_counter() - began
+        planned = self.take_in(step)
         if len(rows) == count:
             return planned
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         for row, draft in zip(rows.tolist(), planned, strict=True):
             drafts[row] = draft
         return drafts
+
+    def take_in(self, step: Sampled) -> list[list[int]]:
+        """Return drafts for the rows of a step whose tokens are known."""
+        try:
+            return self._plan(step)
+        except Exception:
+            self._errors += 1
+            warn_once(logger, "drafting failed; the step continues without drafts (logged once)", exc_info=True)
+            return [[] for _ in step.requests]
+        finally:
+            self._known, self._busy = step.known, time.perf_counter() - step.known
+            self._seconds += self._busy
+
+    @property
+    def _batch(self) -> Any:
+        if self._runner is None:
+            raise RuntimeError(
+                "the proposer has no model runner: call attach_proposer() of the worker extension "
+                "(worker_extension_cls) on all workers before the first request"
+            )
+        return self._runner.input_batch
+
+    def _plan(self, step: Sampled) -> list[list[int]]:
+        drafter = self._drafter
+        planning, self._planning = self._planning, 0.0
+        if drafter is None:
+            return [[] for _ in step.requests]
+        self._retire(drafter)
+        for key, history in self._history.ready():
+            if not drafter.add_history(key, history):
+                self._history.release(key, history)
+        if not step.requests:
+            return []
+        names = tuple(step.requests)
+        known = any(name in self._requests for name in names)
+        running = [self._requests.get(name) or self._admit(drafter, name) for name in names]
+        max_tokens = np.array([request.max_tokens for request in running])
+        # Without a request of the step before, the engine was idle before the step. The first step has no price yet.
+        timed, first = known and bool(self._known), not self._known
+        self._drafted += int(step.drafted.sum())
+        self._accepted += int(step.accepted.sum())
+        budget = self._budget(step.batch, len(names) < step.batch)
+        if first and self._config.weigh_cost:
+            budget = 0
+        longest = self._config.max_tokens
+        limits = request_limits(step.lengths, step.lengths - step.prompts, max_tokens, self._max_model_len, longest)
+        busy = 0.0 if step.hidden else self._busy
+        began = time.perf_counter()
+        planned = drafter.step(
+            DecodeStep(
+                requests=names,
+                rows=step.rows,
+                tokens=self._batch.token_ids_cpu,
+                lengths=step.lengths,
+                drafted=step.drafted,
+                accepted=step.accepted,
+                limits=limits,
+                budget=budget,
+                seconds=step.known - self._known - busy if timed else None,
+                planning=0.0 if step.hidden else planning,
+                prefilled=step.prefilled,
+                chains=step.chains,
+            )
+        )
+        self._planning = time.perf_counter() - began
+        return planned
+
+    @property
+    def model_tokens(self) -> int:
+        """Most tokens of a row that the model's own drafter drafts."""
+        return min(self._config.model_tokens, self._config.max_tokens) if self._config.model else 0
+
+    @property
+    def wants_drafts(self) -> bool:
+        """Whether the next steps are to wait for their drafts."""
+        return self._drafter is not None and not self._drafter.rests
 
     def wants_model(self, rows: int) -> bool:
         """Return whether the model's own drafter is to draft after this step of ``rows`` requests."""

@@ -29,7 +29,7 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from verl_rhyme.engine import draw
+from verl_rhyme.engine import asynchronous, draw
 from verl_rhyme.engine.drawer import Drawer
 
 
@@ -109,8 +109,8 @@ def install(runner: Any, logprobs_mode: str | None = None) -> str:
     batch: Any = getattr(runner, "input_batch", None)
     if not isinstance(sampler, Sampler) or not hasattr(batch, "num_tokens_no_spec"):
         return "the engine does not use vLLM's V1 model runner; set VLLM_USE_V2_MODEL_RUNNER=0"
-    if getattr(runner, "use_async_spec_decode", False):
-        return "asynchronous scheduling of drafts is not supported: it does not track the positions of the next tokens"
+    if getattr(runner, "use_async_spec_decode", False) and not asynchronous.wanted(runner.vllm_config):
+        return "vLLM's asynchronous scheduling of drafts is not supported: it does not track the positions of tokens"
     if getattr(verifier, "synthetic_mode", False):
         return "simulated acceptance is not supported; unset speculative_config.rejection_sample_method=synthetic"
     if isinstance(sampler, DrawingSampler):

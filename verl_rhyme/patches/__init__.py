@@ -48,6 +48,8 @@ VLLM = _load(
     "testing.vllm_cpu_expand",
     "testing.vllm_cpu_keep_weight",
     "testing.vllm_cpu_delta_net",
+    "testing.vllm_cpu_async_output",
+    "patches.vllm_asynchronous",
     "patches.vllm_stop_strings",
     "patches.vllm_undrafted_graphs",
     "patches.vllm_gdn_counts",
