@@ -12,7 +12,8 @@ from verl_rhyme.patches.core import Patch, around
 
 
 def _keep_counts(original: Any, self: Any, scheduler_output: Any) -> Any:
-    if self.speculative_config is None or not self.model_config.is_hybrid:
+    asynchronous = hasattr(self, "rhyme_steps")  # engine.steps keeps them: the copy to the host may be in flight
+    if asynchronous or self.speculative_config is None or not self.model_config.is_hybrid:
         return original(self, scheduler_output)
     kept: dict[str, int] = self.__dict__.setdefault("_rhyme_counts", {})
     batch, cached = self.input_batch, scheduler_output.scheduled_cached_reqs

@@ -20,7 +20,6 @@ import numpy as np
 
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import confidence, kernels, regrowth
-from verl_rhyme.drafting.budget import Lull
 from verl_rhyme.drafting.arrays import Batch, Plans, SlotArrays
 from verl_rhyme.drafting.histories import Get, Histories, Release, keep
 from verl_rhyme.drafting.kernels import MAX_CANDIDATES, N_INPUTS
@@ -68,7 +67,6 @@ class AdaptiveDrafter:
         self._model, self._agreement = confidence.prior(), regrowth.prior()
         self._scratch = [kernels.scratch(config.max_tokens) for _ in range(self._threads.count)]
         self.weighing = Weighing(config.max_tokens, config.weigh_cost)
-        self._lull, self.rests = Lull(), True
         self._steps = 0
         self.planned = False  # whether the last step was planned
         self._free = list(range(slots))[::-1]
@@ -140,7 +138,7 @@ class AdaptiveDrafter:
         self._slots.verify_steps[batch.ids] += verified
         self._steps += 1
         sampled = kernels.observe(self._live.arrays, self._slots, self._model, batch, drafted, kept)
-        terms = weighing.terms(rows, budget, int(batch.limits.sum()), timed, proposed)
+        terms = weighing.terms(rows, budget, int(batch.limits.sum()), timed, proposed, done.ahead)
         longest = max(1, min(int(batch.limits.max(initial=0)), self._config.max_tokens))
         plans = Plans(
             draft=np.empty((rows, longest), dtype=np.int32),
@@ -158,7 +156,6 @@ class AdaptiveDrafter:
         if done.chains is not None and done.seconds is not None and not done.prefilled:
             weighing.promise(rows, proposed, done.seconds, int(drafted.sum()), int(granted.sum()), terms)
         self.reach, self.granted = plans.reach, granted
-        self.rests = self._lull.observe(int(granted.sum()))
         self._threads.defer(partial(kernels.count, self._live.arrays.counts, *sampled))
         flat, ends = plans.draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
         return [flat[begin:end] for begin, end in zip((ends - granted).tolist(), ends.tolist(), strict=True)]
@@ -202,6 +199,10 @@ class AdaptiveDrafter:
             limits[np.argsort(-worth, kind="stable")[budget:]] = 0
         visited[ids[limits > 0]] = self._steps
         return limits
+
+    @property
+    def rests(self) -> bool:
+        return self.weighing.rests
 
     def proposes(self, rows: int) -> bool:
         return self.weighing.proposes(rows, self._slots.chain.shape[1])

@@ -70,19 +70,23 @@ def lowest_profitable(prices: np.ndarray, rows: int) -> float:
     return _ROUNDING * float(prices[2] - prices[1]) * rows / float(prices[0])
 
 
-class Lull:
-    """Some plans without a draft, after which an engine launches steps ahead of their plans."""
+class Lead:
+    """Decides whether an engine begins steps before their drafts could be known: while waiting for drafts costs more.
 
-    #: Plans: the next draft comes two steps late after a lull.
-    PLANS = 4
+    A step with drafts waits for the tokens of the step before, and the device waits for the host. Without that wait the
+    next drafts come two steps late.
+    """
+
+    #: Plans that are remembered, and least cost of a wait without drafts, in steps.
+    MEMORY, LEAST = 8, 0.02
 
     def __init__(self) -> None:
-        self._empty = self.PLANS
+        self._gain = 0.0  # mean of a wait, in steps
 
-    def observe(self, drafts: int) -> bool:
-        """Take in the draft tokens of a plan; return whether it is a lull."""
-        self._empty = 0 if drafts else self._empty + 1
-        return self._empty >= self.PLANS
+    def observe(self, gain: float, wait: float) -> bool:
+        """Take in what a plan's drafts gain, 0 without drafts, and what any wait costs, in steps; return the decision."""
+        self._gain += ((gain or -max(wait, self.LEAST)) - self._gain) / self.MEMORY
+        return self._gain <= 0
 
 
 class Rest:

@@ -83,6 +83,10 @@ class StepCost:
         """Return the seconds that the model's own drafter adds to a step, as of the last :meth:`prices`."""
         return float(self._fits[width_of(rows), _MODEL])
 
+    def drafting(self, rows: int) -> float:
+        """Return the seconds that any draft adds to a step, as of the last :meth:`prices`: the host's, for one."""
+        return float(self._fits[width_of(rows), _DRAFTING])
+
 
 def width_of(rows: int) -> int:
     return min(rows.bit_length(), WIDTHS - 1)

@@ -40,17 +40,22 @@ class DecodeStep:
     accepted: Sequence[int] | np.ndarray  # int[B]
     limits: np.ndarray  # int[B], most draft tokens of each request (bounds.request_limits)
     budget: int  # most draft tokens of the batch
-    seconds: float | None = None  # of the step without its plan; None after a pause
+    # Of the step without its plan. None after a pause, or without drafts if the step waited for the tokens before it,
+    # as only steps with drafts should.
+    seconds: float | None = None
     planning: float = 0.0  # seconds of the plan before it
     prefilled: int = 0  # prompt tokens that the step computed
+    ahead: bool = False  # whether the next step has begun: it will have no drafts
     chains: np.ndarray | None = None  # int32[B, k], the model's drafts after the step; its time is part of ``seconds``
 
 
 class DraftPolicy(Protocol):
     """Drafter for the live requests of one engine."""
 
-    #: Whether no drafts are wanted for some steps, which an engine can launch before their tokens are known.
-    rests: bool
+    @property
+    def rests(self) -> bool:
+        """Whether the next steps may begin before their drafts could be known: waiting for drafts does not pay now."""
+        ...
 
     def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
         """Start or restart a request; ``previous``, int32[n], are the tokens of the response that it regenerates."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl_rhyme.drafting.budget import FREE, Proposals, Rest, lowest_profitable, select_tokens
+from verl_rhyme.drafting.budget import FREE, Lead, Proposals, Rest, lowest_profitable, select_tokens
 from verl_rhyme.drafting.cost import WIDTHS, StepCost, width_of
 
 #: Longest interval between two experiments of a width, in its steps; the first are at 2, 4, 8, ... An experiment
@@ -39,6 +39,10 @@ class Weighing:
         self.cost, self.rest, self.proposals = StepCost(), Rest(), Proposals()
         self._explored = False  # whether the last step was an experiment
         self._experiments = 0
+        self._due = 0  # draft tokens of an experiment that waits for a step with drafts
+        self._omitting = False  # whether drafts are omitted until a step without them was timed
+        self._lead = Lead()
+        self.rests = True  # whether the next steps may begin before their drafts could be known
         self._curious = False  # whether drafts would gain if they were cheap, and their price is not known
         self._owed = np.zeros(WIDTHS)  # loss by omitted drafts that is allowed, in steps
         #: Of the last plan: rows, whether the model drafted for it, and seconds of a step that verifies such drafts.
@@ -70,6 +74,7 @@ class Weighing:
     ) -> None:
         rows, size = len(drafted), int(drafted.sum())
         self.cost.observe(rows, size, seconds, prefilled, proposed)
+        self._omitting &= size > 0
         prices = self.cost.prices(rows, max(rows, size))
         row = float(prices[0]) / rows  # seconds of a token without drafts
         gain = row * accepted[own].sum() - (prices[size] - prices[size - int(drafted[own].sum())])
@@ -82,11 +87,14 @@ class Weighing:
         if not self._explored or gain > 0:
             self.rest.observe(rows, planned, planning, float(gain), row * rows)
 
-    def terms(self, rows: int, budget: int, limit: int, timed: bool, proposed: bool) -> Terms:
-        """Return the terms of the next step, of at most ``budget`` draft tokens, ``limit`` by the rows' own limits."""
+    def terms(self, rows: int, budget: int, limit: int, timed: bool, proposed: bool, ahead: bool) -> Terms:
+        """Return the terms of the next step, of at most ``budget`` draft tokens, ``limit`` by the rows' own limits.
+
+        ``ahead``: that step has begun. Its drafts will be dropped, but an experiment waits for a step with drafts.
+        """
         if not (self._enabled and self.cost.ready):
             return Terms(FREE, budget)
-        most, more = min(budget, self.cost.room(rows)), self._experiment(rows) if timed else 0
+        most, more = min(budget, self.cost.room(rows)), self._due or (self._experiment(rows) if timed else 0)
         prices = self.cost.prices(rows, min(most, limit))
         if proposed:  # the next step mostly ends with a proposal, too
             if not self.proposals.faster(rows) and not self._priced(rows):
@@ -94,7 +102,8 @@ class Weighing:
                 self.proposals.end_trial(rows)
                 prices = self.cost.prices(rows, most)
             prices = prices + self.cost.proposal(rows)
-        self._explored = more > 0
+        self._due = more if ahead else 0
+        self._explored = more > 0 and not ahead
         return Terms(prices, most, more, weighed=True)
 
     def plans(self, rows: int, terms: Terms) -> bool:
@@ -110,10 +119,24 @@ class Weighing:
     def grant(self, reach: np.ndarray, planned: np.ndarray, terms: Terms) -> np.ndarray:
         """Return the draft tokens of each row, int64[B]; arguments as of :func:`.budget.select_tokens`."""
         granted = select_tokens(reach, planned, terms.most, terms.prices)
+        if not terms.weighed:
+            self.rests = self._lead.observe(float(granted.any()), 0.0)
+            return granted
         if terms.more:
-            return self._tried(reach, planned, granted, min(terms.most, int(granted.sum()) + terms.more), terms.prices)
-        if terms.weighed and self._omits(granted, reach, terms.prices):
+            most = min(terms.most, int(granted.sum()) + terms.more)
+            granted = self._tried(reach, planned, granted, most, terms.prices)
+            self.rests = not granted.any()
+            self._due = 0 if self.rests else self._due
+            return granted
+        size, rows = int(granted.sum()), len(granted)
+        gain = 0.0
+        if size:
+            values = reach[np.arange(reach.shape[1]) < granted[:, None]].sum()
+            gain = (1 + float(values) / rows) * terms.prices[0] / terms.prices[size] - 1
+        self.rests = self._lead.observe(gain, self.cost.drafting(rows) / terms.prices[0])
+        if size and self._omits(rows, gain):
             granted[:] = 0
+            self.rests = True
         return granted
 
     def proposes(self, rows: int, longest: int) -> bool:
@@ -151,19 +174,17 @@ class Weighing:
         worth = value >= (prices[tried.sum()] - prices[size]) / 2
         return tried if worth or self.cost.steps[width_of(len(planned))] >= EXPLORE_EVERY else granted
 
-    def _omits(self, granted: np.ndarray, reach: np.ndarray, prices: np.ndarray) -> bool:
-        """Return whether the next step omits its drafts, so that the price without drafts stays known.
+    def _omits(self, rows: int, gain: float) -> bool:
+        """Return whether the next step omits drafts that gain so much, so that the price without them stays known.
 
         The less drafts gain, the more exact it must be, and the less is lost: :data:`OMITTED` of the time.
         """
-        size, rows = int(granted.sum()), len(granted)
-        if not size:
-            return False
-        values = reach[np.arange(reach.shape[1]) < granted[:, None]].sum()
-        gain = (1 + float(values) / rows) * prices[0] / prices[size] - 1
         width = width_of(rows)
+        if self._omitting:
+            self._owed[width] -= gain
+            return True
         self._owed[width] += OMITTED
-        omits = bool(self._owed[width] >= max(gain, 8 * OMITTED))
-        if omits:
+        if self._owed[width] >= max(gain, 8 * OMITTED):
             self._owed[width] = 0
-        return omits
+            self._omitting = True
+        return self._omitting

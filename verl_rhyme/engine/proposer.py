@@ -46,7 +46,8 @@ class Sampled:
     """A step's rows whose sampled tokens are known; B rows sampled a token and are still in the batch."""
 
     requests: list[str]  # B
-    rows: np.ndarray  # int64[B], their rows in the batch
+    rows: np.ndarray  # int64[B], their rows in ``tokens``
+    tokens: np.ndarray  # int32[rows, positions], prompt and response of each row of the batch
     lengths: np.ndarray  # int[B], tokens of each request, with the sampled ones
     prompts: np.ndarray  # int[B], tokens of each prompt
     drafted: np.ndarray  # int64[B], verified tokens
@@ -55,6 +56,7 @@ class Sampled:
     prefilled: int  # prompt tokens that it computed
     known: float  # when the tokens were known, seconds of perf_counter
     chains: np.ndarray | None = None  # int32[B, k], drafts of the model's own drafter
+    waited: bool = False  # whether it waited for the tokens of the step before, and yet had no drafts
     hidden: bool = False  # whether the host worked while the device did, and waited for these tokens
     ahead: bool = False  # whether the next step has been launched: it has no drafts
 
@@ -85,6 +87,8 @@ class HistoryProposer:
         self._history = HistoryLoader(reader, self._config.wait_for_history, copies, self._config.history_memory)
         self._drafter: DraftPolicy | None = None  # only on the rank whose drafts are used
         self._requests: dict[str, _Request] = {}  # by vLLM's internal id
+        self._names: tuple[str, ...] = ()  # the last step's requests
+        self._longest = np.zeros(0, dtype=np.int64)  # their most response tokens
         self._finished: OrderedDict[str, RequestCounts] = OrderedDict()  # by RequestMeta.id
         self._runner: Any = None
         self._drafted = self._accepted = self._errors = 0
@@ -123,7 +127,7 @@ class HistoryProposer:
 
     def _start(self) -> None:
         threads, history = thread_count(self._config.plan_threads), self._history
-        self._known = 0.0
+        self._known, self._names = 0.0, ()
         self._drafter = build(self._config, history.get, self._slots, self._vocab_size, threads, history.release)
 
     def propose(
@@ -149,6 +153,7 @@ class HistoryProposer:
         step = Sampled(
             requests=batch.req_ids if len(rows) == count else [batch.req_ids[row] for row in rows.tolist()],
             rows=rows,
+            tokens=token_ids_cpu,
             lengths=num_tokens_no_spec[rows],
             prompts=batch.num_prompt_tokens[rows],
             drafted=drafted,
@@ -192,32 +197,34 @@ class HistoryProposer:
         planning, self._planning = self._planning, 0.0
         if drafter is None:
             return [[] for _ in step.requests]
-        self._retire(drafter)
         for key, history in self._history.ready():
             if not drafter.add_history(key, history):
                 self._history.release(key, history)
-        if not step.requests:
-            return []
         names = tuple(step.requests)
-        known = any(name in self._requests for name in names)
-        running = [self._requests.get(name) or self._admit(drafter, name) for name in names]
-        max_tokens = np.array([request.max_tokens for request in running])
+        known = True
+        if names != self._names or not names:
+            self._retire(drafter)
+            known = any(name in self._requests for name in names)
+            running = [self._requests.get(name) or self._admit(drafter, name) for name in names]
+            self._names, self._longest = names, np.array([request.max_tokens for request in running])
+        if not names:
+            return []
         # Without a request of the step before, the engine was idle before the step. The first step has no price yet.
-        timed, first = known and bool(self._known), not self._known
+        timed, first = known and bool(self._known) and not step.waited, not self._known
         self._drafted += int(step.drafted.sum())
         self._accepted += int(step.accepted.sum())
         budget = self._budget(step.batch, len(names) < step.batch)
         if first and self._config.weigh_cost:
             budget = 0
         longest = self._config.max_tokens
-        limits = request_limits(step.lengths, step.lengths - step.prompts, max_tokens, self._max_model_len, longest)
+        limits = request_limits(step.lengths, step.lengths - step.prompts, self._longest, self._max_model_len, longest)
         busy = 0.0 if step.hidden else self._busy
         began = time.perf_counter()
         planned = drafter.step(
             DecodeStep(
                 requests=names,
                 rows=step.rows,
-                tokens=self._batch.token_ids_cpu,
+                tokens=step.tokens,
                 lengths=step.lengths,
                 drafted=step.drafted,
                 accepted=step.accepted,
@@ -226,6 +233,7 @@ class HistoryProposer:
                 seconds=step.known - self._known - busy if timed else None,
                 planning=0.0 if step.hidden else planning,
                 prefilled=step.prefilled,
+                ahead=step.ahead,
                 chains=step.chains,
             )
         )
@@ -287,6 +295,7 @@ class HistoryProposer:
 
     def _end(self, drafter: DraftPolicy, req_id: str) -> None:
         self._finished[self._requests.pop(req_id).id] = drafter.finish(req_id)
+        self._names = ()
 
     def take_counts(self, ids: list[str]) -> dict[str, dict[str, Any]]:
         """Return and forget the RequestCounts of finished requests: record columns by ``RequestMeta.id``.

@@ -1,17 +1,22 @@
 """From the step that an asynchronous scheduler planned to the step that a synchronous one would have planned.
 
-The scheduler plans a step before the tokens of the step in flight are known. It counts one token of each row; accepted
-drafts add more, and a row may have ended. When the worker gets the plan, it knows the tokens.
+The scheduler plans a step before the tokens of the step in flight are known, and without drafts: one token a row. When
+the worker runs the step, it knows these tokens, which rows they end, and the drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 from vllm.v1.core.sched.utils import check_stop
+
+#: Planned draft tokens by request.
+Drafts = Mapping[str, list[int]]
 
 
 @dataclass(slots=True)
@@ -28,61 +33,48 @@ class Report:
 class Bounds:
     step_tokens: int  # most tokens of a step
     model_len: int  # most tokens of a request
-    blocks: Mapping[int, int]  # tokens of a block, by number of an attention layer's group of KV caches
+    groups: tuple[int, ...]  # numbers of the attention layers' groups of KV caches
+    ranks: int = 1  # that share a sequence
     reserved: int = 0  # slots of each row that the model's own drafter takes
 
 
-def translate(
-    output: Any,
-    sampled: Mapping[str, Sequence[int]],
-    requests: Mapping[str, Any],
-    drafts: Mapping[str, list[int]],
-    bounds: Bounds,
-) -> Any:
-    """Return ``output``, a SchedulerOutput, as a synchronous scheduler would plan it.
+def add_drafts(output: Any, drafts: Drafts, batch: Any, requests: Mapping[str, Any], bounds: Bounds) -> None:
+    """Add planned drafts to ``output``, a SchedulerOutput of one token a row, and to vLLM's batch, within the bounds.
 
-    ``sampled``: tokens that the step before gave each request of its batch; none while a prompt is prefilled.
-    ``requests``: vLLM's CachedRequestState with these tokens. ``drafts``: planned draft tokens.
+    ``requests``: vLLM's CachedRequestState.
     """
-    cached = output.scheduled_cached_reqs
     tokens, verified = dict(output.num_scheduled_tokens), {}
-    computed, outputs = list(cached.num_computed_tokens), list(cached.num_output_tokens)
-    room, ended = bounds.step_tokens - output.total_num_scheduled_tokens, []
-    # The scheduler masks a grammar's rows after this step's drafts, if tokens of the step before were pending.
-    masked = output.has_structured_output_requests and not output.pending_structured_output_tokens
-    for i, name in enumerate(cached.req_ids):
-        new = sampled.get(name)
-        if not new or name in cached.resumed_req_ids:
-            continue
-        state = requests[name]
-        if has_ended(state, new, bounds.model_len):
-            ended.append(i)
-            room += tokens.pop(name)
-            continue
-        known = state.num_tokens
-        computed[i], outputs[i] = known - 1, len(state.output_token_ids)
-        draft = drafts.get(name)
-        if not draft or (masked and state.sampling_params.structured_outputs is not None):
-            continue
-        # One slot remains for the row's next token, which comes in any case.
-        most = min(room, _slots(state, cached.new_block_ids[i], bounds) - known - 1 - bounds.reserved)
-        if most > 0:
-            verified[name] = draft = draft[:most]
-            tokens[name] += len(draft)
-            room -= len(draft)
-    return replace(
-        output,
-        num_scheduled_tokens=tokens,
-        total_num_scheduled_tokens=bounds.step_tokens - room,
-        scheduled_spec_decode_tokens=verified,
-        scheduled_cached_reqs=replace(
-            cached,
-            req_ids=_without(cached.req_ids, ended),
-            new_block_ids=_without(cached.new_block_ids, ended),
-            num_computed_tokens=_without(computed, ended),
-            num_output_tokens=_without(outputs, ended),
-        ),
-    )
+    names, planned = list(drafts), list(drafts.values())
+    rows = np.array([batch.req_id_to_index[name] for name in names], dtype=np.int64)
+    lengths = batch.num_tokens_no_spec[rows].astype(np.int64)
+    tables = [batch.block_table[group] for group in bounds.groups]
+    slots = np.min([table.num_blocks_per_row[rows] * table.block_size for table in tables], axis=0) * bounds.ranks
+    # One slot remains for the row's next token, which comes in any case.
+    limits = np.maximum(slots - lengths - 1 - bounds.reserved, 0)
+    # The scheduler masks a grammar's rows after this step's drafts only if tokens of the step before were pending.
+    if output.has_structured_output_requests and not output.pending_structured_output_tokens:
+        limits[[requests[name].sampling_params.structured_outputs is not None for name in names]] = 0
+    counts = np.minimum(np.fromiter(map(len, planned), np.int64, len(planned)), limits)
+    room = bounds.step_tokens - output.total_num_scheduled_tokens
+    if (total := int(counts.sum())) > room:
+        counts = np.diff(np.minimum(counts.cumsum(), room), prepend=0)
+        total = room
+    for name, row, draft, count in zip(names, rows.tolist(), planned, counts.tolist(), strict=True):
+        if count:
+            verified[name] = draft = draft[:count]
+            tokens[name] += count
+            batch.spec_token_ids[row] = list(draft)
+    drafted = np.fromiter(chain.from_iterable(verified.values()), np.int64, total)
+    row, column = np.repeat(rows, counts), spread(lengths, counts)
+    batch.token_ids_cpu[row, column], batch.is_token_ids[row, column] = drafted, True
+    output.num_scheduled_tokens, output.scheduled_spec_decode_tokens = tokens, verified
+    output.total_num_scheduled_tokens += total
+
+
+def spread(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return ``counts[i]`` positions from each ``begins[i]``, int64[sum(counts)]."""
+    ends = counts.cumsum()
+    return np.repeat(begins - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
 
 
 def has_ended(state: Any, new: Sequence[int], model_len: int) -> bool:
@@ -100,15 +92,3 @@ def has_ended(state: Any, new: Sequence[int], model_len: int) -> bool:
         if check_stop(request, model_len):
             return True
     return False
-
-
-def _slots(state: Any, new_blocks: Any, bounds: Bounds) -> int:
-    """Return the most tokens whose keys and values a request has blocks for."""
-    return min(
-        size * (len(state.block_ids[group]) + (len(new_blocks[group]) if new_blocks is not None else 0))
-        for group, size in bounds.blocks.items()
-    )
-
-
-def _without(entries: list[Any], ended: list[int]) -> list[Any]:
-    return [each for i, each in enumerate(entries) if i not in ended] if ended else entries
