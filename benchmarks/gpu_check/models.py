@@ -72,29 +72,34 @@ def saved(size: str, folder: Path, at: torch.device) -> str:
 
 
 def delta_net(folder: Path, entries: int) -> str:
-    """Write a small Qwen3-Next with random weights and return its folder; three of four layers are delta nets."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+    """Write a small Qwen3.5 with random weights and return its folder; three of four layers are gated delta nets.
+
+    vLLM knows Qwen3.5 with its vision tower only. It has no experts, which vLLM runs only on a CPU with AVX-512.
+    """
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
     torch.manual_seed(7)
-    config = Qwen3NextConfig(
-        vocab_size=entries,
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=128,  # the minimum of vLLM's CPU kernel
-        linear_value_head_dim=128,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        max_position_embeddings=4096,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    spread(Qwen3NextForCausalLM(config).eval(), entries).save_pretrained(folder)
+    ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    text = {
+        "vocab_size": entries,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 128,  # the minimum of vLLM's CPU kernel
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 4096,
+        "mamba_ssm_dtype": "float32",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+        **ends,
+    }
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 1, "out_hidden_size": 64}
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    images = {name: entries + number for number, name in enumerate(names)}  # never said
+    config = Qwen3_5Config(text_config=text, vision_config=vision, **images)
+    spread(Qwen3_5ForConditionalGeneration(config).eval(), entries).save_pretrained(folder)
     return str(folder)

@@ -85,12 +85,19 @@ def distribution_of(small_model):
     return distribution_of_model(small_model)
 
 
+def loaded(folder, dtype):
+    """Return a model as transformers computes it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind = AutoModelForImageTextToText if hasattr(AutoConfig.from_pretrained(folder), "vision_config") else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=dtype)
+
+
 def distribution_of_model(folder, dtype="float64"):
     """The same for any model over these tokens."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = loaded(folder, dtype)
 
     @torch.no_grad()
     def distribution(prompt, length, temperature=1.0, top_p=1.0, top_k=0):
@@ -196,6 +203,9 @@ def build_engine(small_model):
             }
         if own := (drafting or {}).get("model"):
             settings["speculative_config"] = speculation(own, settings["speculative_config"]["num_speculative_tokens"])
+        if draws:
+            settings["additional_config"] = {"rhyme": {}}
+        if os.environ.get("RHYME_SYNC"):
             settings["async_scheduling"] = False
         engine = LLM(model=str(model or small_model), **settings)
         if draws or history_dir is not None:

@@ -9,6 +9,7 @@ from exact_distribution import LENGTH, PROMPT, VOCABULARY, history_of
 from test_exactness import SAMPLES, sample
 from test_held_weights import EXTENSION, socket_names  # noqa: F401  # a fixture
 from test_held_weights import Engine as Synced
+from test_recurrent import OPTIONS
 
 from benchmarks.gpu_check import models
 from tests.conftest import ONLY_SLOW
@@ -40,6 +41,7 @@ def head_of(model, folder):
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     given = json.loads((model / "config.json").read_text())
+    given = given.get("text_config", given)
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     config = LlamaConfig(
         **{name: given[name] for name in names}, num_hidden_layers=1, architectures=["LlamaForCausalLM"]
@@ -67,14 +69,15 @@ def engine(request, build_engine, write_history, tmp_path_factory, small_model):
 def chains_of(engine, monkeypatch):
     """Return a dictionary that the engine fills: the tokens of the model's drafter after a text."""
     proposer = engine.llm_engine.model_executor.driver_worker.worker.model_runner.rhyme_proposer
-    propose, chains_after = proposer.propose, {}
+    take_in, chains_after = proposer.take_in, {}
 
-    def seen(sampled, lengths, tokens, chains):
-        for row in np.flatnonzero([len(new) for new in sampled]):
-            chains_after[tuple(tokens[row, : lengths[row]].tolist())] = chains[row].tolist()
-        return propose(sampled, lengths, tokens, chains)
+    def seen(step):
+        if step.chains is not None and step.chains.size:
+            for row, length, chain in zip(step.rows, step.lengths, step.chains.tolist(), strict=True):
+                chains_after[tuple(step.tokens[row, :length].tolist())] = chain
+        return take_in(step)
 
-    monkeypatch.setattr(proposer, "propose", seen)
+    monkeypatch.setattr(proposer, "take_in", seen)
     return chains_after
 
 
@@ -162,11 +165,11 @@ def test_mtp_layers_draft_what_the_synced_weights_say(mimo, build_engine, stock,
     synced.sync(weights | {name: -weights[name]})
     other = chains()
     common = loaded.keys() & other.keys()
-    assert len(common) > 20
+    assert len(common) > 12
     assert sum(loaded[text] == other[text] for text in common) < len(common) / 2
     synced.sync(weights)
     again = chains()
-    assert len(loaded.keys() & again.keys()) > 20
+    assert len(loaded.keys() & again.keys()) > 12
     assert all(loaded[text] == again[text] for text in loaded.keys() & again.keys())
     assert_drafted(engine)
 
@@ -194,10 +197,7 @@ def test_text_with_an_adapter_is_the_merged_models(small_model, eagle, build_eng
 
 def test_text_of_gated_delta_nets_is_the_models(build_engine, tmp_path_factory):
     """Recurrent layers take their states after the drafts of both."""
-    from vllm.distributed import parallel_state
-
-    parallel_state.destroy_model_parallel()  # it has experts: see test_recurrent
-    options = {"mamba_ssm_cache_dtype": "float32", "num_gpu_blocks_override": 400, "max_num_seqs": 8}
+    options = OPTIONS | {"max_num_seqs": 8}
     model = Path(models.delta_net(tmp_path_factory.mktemp("delta_net"), entries=VOCABULARY))
     drafting = ALWAYS | {"model": str(head_of(model, tmp_path_factory.mktemp("eagle-next"))), "max_tokens": 4}
     engine = build_engine(tmp_path_factory.mktemp("history"), model=model, drafting=drafting, **options)

@@ -8,6 +8,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from conftest import loaded
 
 from benchmarks.gpu_check import models
 from verl_rhyme.config import ConfigError
@@ -16,17 +17,17 @@ from verl_rhyme.engine.server import RhymeHttpServer
 pytestmark = pytest.mark.xdist_group("recurrent")
 
 TOKENS, LENGTH = 12, 30
-OPTIONS = {"mamba_ssm_cache_dtype": "float32", "num_gpu_blocks_override": 400}
+OPTIONS = {
+    "mamba_ssm_cache_dtype": "float32",
+    "num_gpu_blocks_override": 400,
+    "limit_mm_per_prompt": {"image": 0, "video": 0},
+}
 #: As many slots and tokens a step that running requests sit out steps, and prompts come in chunks.
 TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 24}
 
 
 @pytest.fixture(scope="module")
 def delta_net(tmp_path_factory):
-    from vllm.distributed import parallel_state
-
-    # vLLM makes a group of experts, which this model has, together with the others only: its engines make them anew.
-    parallel_state.destroy_model_parallel()
     return models.delta_net(tmp_path_factory.mktemp("delta_net"), entries=TOKENS)
 
 
@@ -65,7 +66,6 @@ def differences(engine, delta_net, write_history, temperature):
     """Draft from an adversarial history. Yield each text's largest difference of log-probabilities from the model's, at
     temperature 0 of logits: how far its tokens are behind the most probable ones."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     rng = random.Random(0)
     prompts = [[rng.randrange(TOKENS) for _ in range(rng.choice([1, 1, 5, 20, 39]))] for _ in range(16)]
@@ -78,7 +78,7 @@ def differences(engine, delta_net, write_history, temperature):
     drafted, accepted = drafter._drafted - before[0], drafter._accepted - before[1]
     assert drafted > 100
     assert 0 < accepted < drafted
-    model = AutoModelForCausalLM.from_pretrained(delta_net, dtype=torch.float32)
+    model = loaded(delta_net, torch.float32)
     for prompt, (text, logprobs) in zip(prompts, answers, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
@@ -116,11 +116,17 @@ def test_requests_that_sat_out_go_on_rightly(engine, delta_net, write_history):
     assert max(differences(engine, delta_net, write_history, temperature=0)) == 0
 
 
+class Forgetful(dict):
+    """Counts of which none is kept."""
+
+    def __setitem__(self, name, count):
+        pass
+
+
 @pytest.mark.usefixtures("sitting_out")
 def test_without_their_counts_they_go_on_wrongly(engine, delta_net, write_history, monkeypatch):
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    monkeypatch.setattr(GPUModelRunner, "_update_states", GPUModelRunner._update_states.__wrapped__)
+    runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
+    monkeypatch.setattr(runner.rhyme_steps, "_kept", Forgetful())
     assert max(differences(engine, delta_net, write_history, temperature=0)) > 0.1
 
 
@@ -130,7 +136,6 @@ def test_samples_have_the_models_distribution(engine, delta_net, write_history, 
     from vllm import SamplingParams
 
     prompt, length, top_p = [1, 2, 3, 4, 5, 1, 2], 3, 0.8
-    # mixtures of experts compute in no float64
     distribution = distribution_of_model(delta_net, "float32")(prompt, length, top_p=top_p)
     likely = np.unravel_index(np.argsort(-distribution.ravel())[:3], distribution.shape)
     write_history(engine.history_folder, [(prompt, [int(t) for t in text] + [0] * 4) for text in np.transpose(likely)])
@@ -138,6 +143,11 @@ def test_samples_have_the_models_distribution(engine, delta_net, write_history, 
     answers = engine.generate([{"prompt_token_ids": prompt}] * 2000, params, use_tqdm=False)
     tokens = np.array([answer.outputs[0].token_ids for answer in answers])
     assert p_value(tokens, distribution) > 1e-4
+
+
+def test_synchronous_engines_are_refused(build_engine, delta_net, tmp_path):
+    with pytest.raises(ConfigError, match=r"linear_attn .*async_scheduling=false"):
+        build_engine(tmp_path / "history", model=delta_net, async_scheduling=False, **OPTIONS)
 
 
 def test_prefix_caching_is_refused(build_engine, delta_net, tmp_path):

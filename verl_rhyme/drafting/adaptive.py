@@ -69,6 +69,7 @@ class AdaptiveDrafter:
         self.weighing = Weighing(config.max_tokens, config.weigh_cost)
         self._steps = 0
         self.planned = False  # whether the last step was planned
+        self._model_wanted = False  # whether the model's own drafter is to draft, or is on trial
         self._free = list(range(slots))[::-1]
         self._requests: dict[str, _Request] = {}
         self._batch: tuple[tuple[str, ...], np.ndarray] | None = None  # the last step's requests and their slots
@@ -127,9 +128,10 @@ class AdaptiveDrafter:
             chain = done.chains.shape[1]
             self._slots.chain[batch.ids, :chain] = done.chains
         self._slots.chain_size[batch.ids] = chain
-        proposed, timed, weighing = chain > 0, done.seconds is not None, self.weighing
+        # A step that waits without need takes another time than one without drafts.
+        proposed, timed, weighing = chain > 0, done.seconds is not None and not done.waited, self.weighing
         weighing.keep_promise(rows, int(kept.sum()), timed)
-        if done.seconds is not None:
+        if done.seconds is not None and not done.waited:
             first = self._first_tokens(done, batch) if kept.any() or not drafted.any() else None
             own = self._slots.source[batch.ids, 0] != kernels.PREVIOUS
             weighing.observe(
@@ -154,7 +156,10 @@ class AdaptiveDrafter:
         self._slots.source[batch.ids[regrown]] = kernels.PREVIOUS
         granted = weighing.grant(plans.reach, plans.planned, terms)
         if done.chains is not None and done.seconds is not None and not done.prefilled:
-            weighing.promise(rows, proposed, done.seconds, int(drafted.sum()), int(granted.sum()), terms)
+            seconds = done.seconds - done.waited * weighing.cost.drafting(rows)
+            weighing.promise(rows, proposed, seconds, int(drafted.sum()), int(granted.sum()), terms)
+        if self._config.model:
+            self._model_wanted = weighing.wants_model(rows, self._slots.chain.shape[1], done.ahead)
         self.reach, self.granted = plans.reach, granted
         self._threads.defer(partial(kernels.count, self._live.arrays.counts, *sampled))
         flat, ends = plans.draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
@@ -202,7 +207,7 @@ class AdaptiveDrafter:
 
     @property
     def rests(self) -> bool:
-        return self.weighing.rests
+        return self.weighing.rests and not self._model_wanted
 
     def proposes(self, rows: int) -> bool:
         return self.weighing.proposes(rows, self._slots.chain.shape[1])

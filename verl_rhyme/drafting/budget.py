@@ -185,6 +185,9 @@ class Proposals:
         # What a step of it gained is known a step later.
         return bool(usual if self._trial[width] % 2 else 1 - usual)
 
+    def on_trial(self, rows: int) -> bool:
+        return bool(self._trial[width_of(rows)])
+
     def end_trial(self, rows: int) -> None:
         self._trial[width_of(rows)] = 0
 

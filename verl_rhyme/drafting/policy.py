@@ -40,11 +40,10 @@ class DecodeStep:
     accepted: Sequence[int] | np.ndarray  # int[B]
     limits: np.ndarray  # int[B], most draft tokens of each request (bounds.request_limits)
     budget: int  # most draft tokens of the batch
-    # Of the step without its plan. None after a pause, or without drafts if the step waited for the tokens before it,
-    # as only steps with drafts should.
-    seconds: float | None = None
+    seconds: float | None = None  # of the step without its plan; None after a pause
     planning: float = 0.0  # seconds of the plan before it
     prefilled: int = 0  # prompt tokens that the step computed
+    waited: bool = False  # whether it began after the tokens before it were known, and yet had no drafts
     ahead: bool = False  # whether the next step has begun: it will have no drafts
     chains: np.ndarray | None = None  # int32[B, k], the model's drafts after the step; its time is part of ``seconds``
 

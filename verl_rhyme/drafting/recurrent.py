@@ -3,7 +3,7 @@
 An attention layer's cache holds every token, and rejected ones are overwritten. A gated delta net, a Mamba or a short
 convolution holds one state for all tokens so far. vLLM keeps one state for each draft token of a step, in the columns
 of the request's block table, and must resume from the column of the last accepted token. vLLM 0.24 does so only for a
-request with drafts. For gated delta nets of Qwen3-Next and Qwen3.5, ``patches/vllm_gdn_*`` and ``vllm_kept_counts``
+request with drafts. For gated delta nets of Qwen3-Next and Qwen3.5, ``patches/vllm_gdn_*`` and ``engine/steps.py``
 mend it. Mamba-2 reads stale states in steps without drafts; Mamba-1, short convolutions, lightning attention and KDA
 never get the counts of accepted tokens: no drafts for these.
 """
@@ -85,13 +85,20 @@ def refuse(found: str) -> None:
         raise ConfigError(f"cannot draft for this model ({found}): {REASON}; {REMEDY}")
 
 
-def check_layer(name: str, kind: str, cache_mode: str) -> None:
+def check_layer(name: str, kind: str, cache_mode: str, synchronous: str = "") -> None:
     """Raise ConfigError for a recurrent layer of the loaded model that drafts would be wrong for.
 
     ``kind``: name of vLLM's class. ``cache_mode``: ``mamba_cache_mode`` of vLLM, ``none`` without prefix caching.
+    ``synchronous``: why the engine schedules synchronously, if it does: a request that sits out a step then loses its
+    count of accepted tokens.
     """
     if kind != _DRAFTED_LAYER:
         refuse(f"layer {name} is a {kind}")
+    if synchronous:
+        raise ConfigError(
+            f"cannot draft for this model: layer {name} is a {kind}, whose states need asynchronous scheduling, and "
+            f"this engine has {synchronous}; remove that, or set {CONFIG_PATH}.drafting.enable=false"
+        )
     if cache_mode != "none":
         raise ConfigError(
             f"cannot draft for this model with prefix caching: layer {name} is a {kind}, whose states vLLM 0.24 would "

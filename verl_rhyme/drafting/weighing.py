@@ -149,6 +149,12 @@ class Weighing:
             return bool((1 + longest) * prices[0] > prices[-1] + self.cost.proposal(rows))  # if all were accepted
         return wanted
 
+    def wants_model(self, rows: int, longest: int, ahead: bool) -> bool:
+        """Return whether steps are to wait for the model's drafter; ``ahead``: they do not now, and it cannot draft."""
+        if not self._enabled or self.proposals.faster(rows) or self.proposals.on_trial(rows):
+            return True
+        return ahead and self.proposes(rows, longest)
+
     def _priced(self, rows: int) -> bool:
         return 3 * rows <= 2 * self.cost.largest
 

@@ -29,21 +29,21 @@ def configure(config: Any, chosen: bool | None) -> None:
     config.scheduler_config.async_scheduling = not reason
     if reason:
         config.additional_config[FIELD][REASON] = reason
-        logger.warning_once("verl-rhyme: this engine schedules synchronously: %s", reason)
+        logger.warning_once("verl-rhyme: this engine schedules synchronously, because it has %s", reason)
     elif config.speculative_config is not None:
         config.scheduler_config.scheduler_cls = SCHEDULER
 
 
 def refusal(config: Any, chosen: bool | None) -> str:
-    """Return why an engine cannot schedule asynchronously; empty if it can."""
+    """Return the option for which an engine cannot schedule asynchronously; empty if it can."""
     from vllm.v1.executor.abstract import Executor
 
     if chosen is False:
-        return "async_scheduling=false in its options"
+        return "async_scheduling=false"
     if config.scheduler_config.scheduler_cls not in (None, SCHEDULER):
-        return f"it has the scheduler {config.scheduler_config.scheduler_cls}"
+        return f"scheduler_cls={config.scheduler_config.scheduler_cls}"
     if config.parallel_config.pipeline_parallel_size > 1:
-        return "it has pipeline stages"
+        return f"pipeline_parallel_size={config.parallel_config.pipeline_parallel_size}"
     if not Executor.get_class(config).supports_async_scheduling():
-        return f"vLLM has none for distributed_executor_backend={config.parallel_config.distributed_executor_backend}"
+        return f"distributed_executor_backend={config.parallel_config.distributed_executor_backend}"
     return ""

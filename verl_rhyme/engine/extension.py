@@ -42,8 +42,8 @@ class RhymeWorkerMethods:
             return True
         runner = self.model_runner
         if getattr(runner, "drafter", None) is not None and self._proposer is None:
-            settings = (runner.vllm_config.additional_config or {}).get(FIELD)
-            runner.rhyme_proposer = HistoryProposer(runner.vllm_config) if settings else None
+            settings = (runner.vllm_config.additional_config or {}).get(FIELD, {})
+            runner.rhyme_proposer = HistoryProposer(runner.vllm_config) if "drafting" in settings else None
         if self._proposer is None:
             return False
         self._proposer.attach(runner)

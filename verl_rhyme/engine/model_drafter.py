@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError
 
@@ -37,17 +38,27 @@ class ModelDrafter:
                 "folder of an EAGLE head or of a small model, or mtp"
             )
         self._runner, self._proposer, self._tokens = runner, proposer, tokens
-        self._drafts: Any = None  # int[requests, k] of the step, on the device
+        self._requests: list[str] = []  # of the last step
+        self._drafts: Any = None  # int[requests, k] of that step: on the host, once copied
+        self._copied: Any = None  # event
         self._propose, self._book = runner.propose_draft_token_ids, runner._bookkeeping_sync
         runner.drafter.num_speculative_tokens = tokens
-        runner.propose_draft_token_ids, runner._bookkeeping_sync = self._proposed, self._booked
+        runner.propose_draft_token_ids = self._proposed
+        if not runner.use_async_scheduling:  # else Steps plans, when the step's tokens are known
+            runner._bookkeeping_sync = self._booked
         self._wake, runner.post_kv_cache_wake_up = runner.post_kv_cache_wake_up, self._woken
 
     def _proposed(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> list[list[int]]:
-        wanted = self._wanted()
+        # Under asynchronous scheduling, a step that may have drafts has a longest draft, and is followed by another.
+        wanted = self._wanted() if scheduler_output.num_spec_tokens_to_schedule else 0
+        self._requests, self._drafts = list(self._runner.input_batch.req_ids), None
         if wanted or self._runner.speculative_config.uses_draft_model():
             scheduler_output.num_spec_tokens_to_schedule = wanted
-            self._drafts = self._propose(scheduler_output, *args, **kwargs)
+            drafts = self._propose(scheduler_output, *args, **kwargs)
+            self._drafts = drafts.to("cpu", non_blocking=True)
+            if drafts.device.type != "cpu":
+                self._copied = torch.Event()
+                self._copied.record()
         return []  # the plan replaces it
 
     def _woken(self) -> None:
@@ -55,13 +66,23 @@ class ModelDrafter:
         for name in self._runner.drafter._draft_attn_layer_names:  # of missed steps it is read as it is: no NaN
             self._runner.compilation_config.static_forward_context[name].kv_cache.zero_()
 
+    def chains(self, requests: list[str]) -> np.ndarray:
+        """Return the drafts of the last step for some of its requests, int32[requests, k]."""
+        if self._drafts is None:
+            return np.zeros((len(requests), 0), dtype=np.int32)
+        if self._copied is not None:
+            self._copied.synchronize()
+        drafts = self._drafts.numpy().astype(np.int32)
+        if requests == self._requests:
+            return drafts
+        rows = {name: row for row, name in enumerate(self._requests)}
+        return drafts[[rows[name] for name in requests]]
+
     def _booked(self, *args: Any, **kwargs: Any) -> Any:
         booked = self._book(*args, **kwargs)
-        sampled, batch = booked[2], self._runner.input_batch
-        drafts, self._drafts = self._drafts, None
-        chains = np.zeros((len(sampled), 0)) if drafts is None else drafts.cpu().numpy()
+        batch = self._runner.input_batch
         self._runner._draft_token_ids = self._proposer.propose(
-            sampled, batch.num_tokens_no_spec, batch.token_ids_cpu, chains=chains.astype(np.int32)
+            booked[2], batch.num_tokens_no_spec, batch.token_ids_cpu, chains=self.chains(batch.req_ids)
         )
         return booked
 

@@ -21,6 +21,7 @@ from verl_rhyme.drafting.bounds import logits_budget, request_limits, step_budge
 from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
 from verl_rhyme.drafting.threads import thread_count
+from verl_rhyme.engine import asynchronous
 from verl_rhyme.engine.history_loader import HistoryLoader
 from verl_rhyme.engine.model_drafter import ModelDrafter
 from verl_rhyme.history.copies import CopyReader
@@ -54,7 +55,8 @@ class Sampled:
     accepted: np.ndarray  # int64[B]
     batch: int  # rows of the step, with those amid a prompt
     prefilled: int  # prompt tokens that it computed
-    known: float  # when the tokens were known, seconds of perf_counter
+    ended: np.ndarray | None = None  # bool[B], requests that end with these tokens
+    known: float = 0.0  # when the tokens were known, seconds of perf_counter
     chains: np.ndarray | None = None  # int32[B, k], drafts of the model's own drafter
     waited: bool = False  # whether it waited for the tokens of the step before, and yet had no drafts
     hidden: bool = False  # whether the host worked while the device did, and waited for these tokens
@@ -85,6 +87,7 @@ class HistoryProposer:
         reader = HistoryReader(settings["history_dir"], settings["namespace"])
         copies = CopyReader(settings["copies_dir"]) if settings.get("copies_dir") else None
         self._history = HistoryLoader(reader, self._config.wait_for_history, copies, self._config.history_memory)
+        self.model_drafter: ModelDrafter | None = None
         self._drafter: DraftPolicy | None = None  # only on the rank whose drafts are used
         self._requests: dict[str, _Request] = {}  # by vLLM's internal id
         self._names: tuple[str, ...] = ()  # the last step's requests
@@ -107,7 +110,8 @@ class HistoryProposer:
             cache = getattr(layer, "get_kv_cache_spec", None)
             spec = cache(self._vllm_config) if cache is not None else None
             if isinstance(spec, MambaSpec):
-                recurrent.check_layer(name, type(layer).__name__, spec.mamba_cache_mode)
+                synchronous = self._vllm_config.additional_config[FIELD].get(asynchronous.REASON, "")
+                recurrent.check_layer(name, type(layer).__name__, spec.mamba_cache_mode, synchronous)
 
     def attach(self, model_runner: Any) -> None:
         """Start drafting. The worker extension calls it once the engine is up."""
@@ -116,7 +120,7 @@ class HistoryProposer:
         self._runner = model_runner
         if model_runner.drafter is not self:
             self.load_model()
-            ModelDrafter(model_runner, self, self.model_tokens)
+            self.model_drafter = ModelDrafter(model_runner, self, self.model_tokens)
         if get_tensor_model_parallel_rank() == 0:  # the scheduler takes the drafts of the first rank only
             self._start()
         # vLLM skips the drafter and drafts zeros for all requests once one sequence is within the draft length of
@@ -210,7 +214,7 @@ class HistoryProposer:
         if not names:
             return []
         # Without a request of the step before, the engine was idle before the step. The first step has no price yet.
-        timed, first = known and bool(self._known) and not step.waited, not self._known
+        timed, first = known and bool(self._known), not self._known
         self._drafted += int(step.drafted.sum())
         self._accepted += int(step.accepted.sum())
         budget = self._budget(step.batch, len(names) < step.batch)
@@ -218,6 +222,8 @@ class HistoryProposer:
             budget = 0
         longest = self._config.max_tokens
         limits = request_limits(step.lengths, step.lengths - step.prompts, self._longest, self._max_model_len, longest)
+        if step.ended is not None:
+            limits[step.ended] = 0
         busy = 0.0 if step.hidden else self._busy
         began = time.perf_counter()
         planned = drafter.step(
@@ -233,6 +239,7 @@ class HistoryProposer:
                 seconds=step.known - self._known - busy if timed else None,
                 planning=0.0 if step.hidden else planning,
                 prefilled=step.prefilled,
+                waited=step.waited,
                 ahead=step.ahead,
                 chains=step.chains,
             )

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from verl_rhyme.config import config_tree
 from verl_rhyme.engine.translation import Report
 from verl_rhyme.processes.request import FIELD
 
@@ -23,12 +24,12 @@ _FIRST, _GROWTH = 8, 4
 class DraftScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        drafting = self.vllm_config.additional_config[FIELD]["drafting"]
+        drafting = config_tree.parse({"drafting": self.vllm_config.additional_config[FIELD]["drafting"]}).drafting
         self._longest = self.num_spec_tokens
         self._drafts = False  # whether the workers want to draft
         self._drafted: dict[str, int] = {}  # tokens of the latest drafts, by request
         if self.num_lookahead_tokens:  # the model's own drafter writes keys and values of its tokens
-            self.num_lookahead_tokens = 2 * self._longest + drafting["model_tokens"] + 1
+            self.num_lookahead_tokens = 2 * self._longest + drafting.model_tokens + 1
         self._allocate = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_ahead  # type: ignore[method-assign]
 

@@ -82,7 +82,9 @@ class RhymeHttpServer(vLLMHttpServer):
         engine_kwargs.setdefault("disable_log_stats", False)
         if self._rhyme.draws:
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the engine's processes inherit it
-            if self._mtp or any(name.startswith("spec") for name in engine_kwargs):
+            if not self._mtp and not any(name.startswith("spec") for name in engine_kwargs):
+                self._settings(engine_kwargs, {})
+            elif not self._rhyme.drafting.enable:
                 engine_kwargs.setdefault("async_scheduling", False)  # with vLLM's own drafts it tracks no positions
         if self.config.logprobs_mode == POLICY_LOGPROBS:  # the sampler's, unknown to vLLM
             engine_kwargs["logprobs_mode"] = "processed_logprobs"
@@ -105,22 +107,23 @@ class RhymeHttpServer(vLLMHttpServer):
             }
         else:
             engine_kwargs["speculative_config"] = speculation(drafting["model"], drafting["max_tokens"])
-            engine_kwargs["async_scheduling"] = False  # drafts are planned when a step's tokens are known
         engine_kwargs["compilation_config"] = cuda_graphs.settings(
             engine_kwargs.get("compilation_config"),
             any((self.config.cudagraph_capture_sizes, *map(engine_kwargs.get, cuda_graphs.SIZES))),
             self.config.max_num_seqs,
             self.config.max_num_batched_tokens,
         )
-        engine_kwargs["additional_config"] = {
-            **(engine_kwargs.get("additional_config") or {}),
-            FIELD: {
-                "drafting": drafting,
-                "history_dir": node_history_dir(self._rhyme.history.dir, self._node_id),
-                "copies_dir": node_copies_dir(self._rhyme.history.dir, self._node_id),
-                "namespace": tokenizer_namespace(self.model_config.tokenizer),
-            },
+        settings = {
+            "drafting": drafting,
+            "history_dir": node_history_dir(self._rhyme.history.dir, self._node_id),
+            "copies_dir": node_copies_dir(self._rhyme.history.dir, self._node_id),
+            "namespace": tokenizer_namespace(self.model_config.tokenizer),
         }
+        self._settings(engine_kwargs, settings)
+
+    def _settings(self, engine_kwargs: dict, settings: dict[str, Any]) -> None:
+        """Set our field of the engine's ``additional_config``: such an engine schedules asynchronously."""
+        engine_kwargs["additional_config"] = {**(engine_kwargs.get("additional_config") or {}), FIELD: settings}
 
     @property
     def _mtp(self) -> bool:

@@ -88,6 +88,7 @@ class Steps:
         self._recurrent = len(self._bounds.groups) < len(caches)
         self._kept: dict[str, int] = {}  # tokens of a request's latest step, of recurrent layers
         self._in_flight: _InFlight | None = None
+        self._over: set[str] = set()  # requests that have ended, of which the scheduler does not know yet
         # Of the rows of these requests: their most tokens, int64[B], and all tokens that end one of them.
         self._limited: list[str] = []
         self._longest, self._stops = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -103,6 +104,7 @@ class Steps:
         self._waits = self._drafting or (flight is not None and bool(flight.drafted.any()))
         if flight is not None and cached.resumed_req_ids:  # the scheduler drops the tokens of a forced preemption
             flight.samples &= ~np.isin(flight.requests, list(cached.resumed_req_ids))
+        self._over -= scheduler_output.finished_req_ids
         if self._recurrent:
             for name in (*scheduler_output.finished_req_ids, *cached.resumed_req_ids):
                 self._kept.pop(name, None)
@@ -231,9 +233,11 @@ class Steps:
         at = np.flatnonzero((rows >= 0) & (counts > 0))
         _fill(batch, tokens, rows[at], at, begins[at], counts[at])
         lengths = begins + counts
-        if not ahead:
-            at = self._going_on(step, at, lengths, tokens, counts)
+        if self._over:
+            at = np.array([i for i in at.tolist() if names[i] not in self._over], dtype=np.int64)
+        ended = self._ended(step, at, lengths, tokens, counts)
         names = names if len(at) == len(names) else [names[i] for i in at.tolist()]
+        model = None if ahead else self._proposer.model_drafter
         drafts = self._proposer.take_in(
             Sampled(
                 requests=names,
@@ -243,8 +247,10 @@ class Steps:
                 prompts=step.prompts[at],
                 drafted=step.drafted[at],
                 accepted=counts[at] - 1,
+                ended=ended,
                 batch=len(step.requests),
                 prefilled=step.prefilled,
+                chains=None if model is None else model.chains(names),
                 known=known,
                 waited=not step.ahead and not step.drafted.any(),
                 hidden=ahead and known - begun > _AT_ONCE,
@@ -260,10 +266,10 @@ class Steps:
             return np.arange(len(names))
         return np.array([batch.req_id_to_index.get(name, -1) for name in names], dtype=np.int64)
 
-    def _going_on(
+    def _ended(
         self, step: _InFlight, at: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, counts: np.ndarray
     ) -> np.ndarray:
-        """Return which rows of ``at`` do not end with a step's tokens."""
+        """Return which rows ``at`` of a step end with its tokens, bool[len(at)]; they are left out of later steps."""
         names = [step.requests[i] for i in at.tolist()]
         if names != self._limited:
             params = [self._runner.requests[name].sampling_params for name in names]
@@ -275,11 +281,13 @@ class Steps:
         ending = lengths[at] >= self._longest
         if len(self._stops):
             ending |= np.isin(tokens[at], self._stops).any(axis=1)
-        for i in at[ending].tolist():
-            state = self._runner.requests[step.requests[i]]
-            if has_ended(state, tokens[i, : counts[i]].tolist(), self._bounds.model_len):
-                counts[i] = 0
-        return at[counts[at] > 0]
+        for k in np.flatnonzero(ending).tolist():
+            i, name = at[k], names[k]
+            if has_ended(self._runner.requests[name], tokens[i, : counts[i]].tolist(), self._bounds.model_len):
+                self._over.add(name)
+            else:
+                ending[k] = False
+        return ending
 
 
 def _fill(

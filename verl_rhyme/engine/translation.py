@@ -44,7 +44,10 @@ def add_drafts(output: Any, drafts: Drafts, batch: Any, requests: Mapping[str, A
     ``requests``: vLLM's CachedRequestState.
     """
     tokens, verified = dict(output.num_scheduled_tokens), {}
-    names, planned = list(drafts), list(drafts.values())
+    names = [name for name, draft in drafts.items() if draft]
+    if not names:
+        return
+    planned = [drafts[name] for name in names]
     rows = np.array([batch.req_id_to_index[name] for name in names], dtype=np.int64)
     lengths = batch.num_tokens_no_spec[rows].astype(np.int64)
     tables = [batch.block_table[group] for group in bounds.groups]

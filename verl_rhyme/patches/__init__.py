@@ -55,7 +55,8 @@ VLLM = _load(
     "patches.vllm_gdn_counts",
     "patches.vllm_gdn_steps",
     "patches.vllm_gdn_gates",
-    "patches.vllm_kept_counts",
+    "patches.vllm_allowed_added",
+    "patches.vllm_allowed_swapped",
 )
 
 ALL = VERL + VLLM
