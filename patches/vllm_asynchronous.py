@@ -1,26 +1,52 @@
 """Schedule one step ahead of the device also with our drafts, whose tokens are known to the worker alone.
 
 vLLM allows asynchronous scheduling for drafts that stay on the device, and turns it off for drafts of a custom class.
-:mod:`verl_rhyme.engine.scheduler` and :mod:`verl_rhyme.engine.steps` do without drafts in the scheduler.
+An engine whose ``additional_config`` has our field has :mod:`verl_rhyme.engine.scheduler` and
+:mod:`verl_rhyme.engine.steps` instead, which do without drafts in the scheduler.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from verl_rhyme.patches.core import Patch, around
 
+logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
+
+_SCHEDULER = "verl_rhyme.engine.scheduler.DraftScheduler"
+
 
 def _schedule_ahead(original: Any, self: Any) -> None:
-    from verl_rhyme.engine import asynchronous
-
-    scheduler = self.scheduler_config
-    if not asynchronous.wanted(self):
+    more, scheduler = self.additional_config, self.scheduler_config
+    ours = more.get("rhyme") if isinstance(more, dict) else None
+    if ours is None:
         original(self)
         return
-    chosen, scheduler.async_scheduling = scheduler.async_scheduling, False  # no check of vLLM's on the drafts
+    chosen, scheduler.async_scheduling = scheduler.async_scheduling, False  # vLLM checks nothing then
     original(self)
-    asynchronous.configure(self, chosen)
+    reason = ours["synchronous"] = _obstacle(self, chosen)
+    scheduler.async_scheduling = not reason
+    if reason:
+        logger.warning("verl-rhyme: this engine schedules synchronously, because it has %s", reason)
+    elif self.speculative_config is not None:
+        scheduler.scheduler_cls = _SCHEDULER
+
+
+def _obstacle(config: Any, chosen: bool | None) -> str:
+    """Return the option for which an engine cannot schedule asynchronously; empty if it can."""
+    from vllm.v1.executor.abstract import Executor
+
+    scheduler, parallel = config.scheduler_config, config.parallel_config
+    if chosen is False:
+        return "async_scheduling=false"
+    if scheduler.scheduler_cls not in (None, _SCHEDULER):
+        return f"scheduler_cls={scheduler.scheduler_cls}"
+    if parallel.pipeline_parallel_size > 1:
+        return f"pipeline_parallel_size={parallel.pipeline_parallel_size}"
+    if not Executor.get_class(config).supports_async_scheduling():
+        return f"distributed_executor_backend={parallel.distributed_executor_backend}"
+    return ""
 
 
 PATCH = Patch(

@@ -1,6 +1,12 @@
-"""Measure the host's time of a decoding step that the device does not hide, over stock vLLM's asynchronous scheduling.
+"""Measure how much longer a decoding step takes than the device's part of it: what of the host's work is not hidden.
 
-    python -m benchmarks.host_time [--json] [--quick] [--rows 64 ...] [--ms 9 ...] [--rounds 3]
+    python -m benchmarks.host_time [--json] [--quick] [--rows 64 ...] [--ms 9 ...] [--arm NAME ...] [--rounds 3]
+
+vLLM's engine core, its worker process, the scheduler, the sampler and the drafter are real. The device is a clock
+(:mod:`benchmarks.host_time.clock`). In each round all engines run the same requests one after the other, in rotating
+order; an idle engine's processes are stopped. A step is the time from the end of the device's last step to the end of
+its own, in steps of all rows without prompts; drafts cost the device nothing. ``--parts`` shows what the device waits
+for in steps with drafts.
 """
 
 from __future__ import annotations
@@ -10,14 +16,17 @@ import shutil
 import signal
 import statistics
 import tempfile
+from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import psutil
 import typer
 
-from benchmarks.host_time.clock import TEXT, TOKENS, text
-from benchmarks.machine import print_row
+from benchmarks.host_time.clock import PARTS, TEXT, TOKENS, text
+from benchmarks.machine import about, print_row
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
@@ -33,29 +42,38 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-#: Vocabulary of Qwen, and positions of the model.
+#: Vocabulary of Qwen2.5, and positions of the model.
 VOCABULARY, LENGTH = 151_936, 1024
-PROMPT, RESPONSE, GROUP, LONGEST = 32, 160, 8, 32
-#: Share of tokens that follow the prompt's text, and responses of its history.
+PROMPT, RESPONSE, GROUP = 32, 160, 8
+#: Most draft tokens of a row, and of a batch: about as many as a step of a GPU verifies at no cost.
+LONGEST, MOST = 32, 256
+#: Probability that a token is that of the prompt's text, and responses of its history.
 FOLLOW, HISTORY = 0.85, 4
 NAMESPACE = "host_time"
 
-#: Arms: settings of the engine, our sampler, and whether texts repeat.
-STOCK = "stock"
+#: Engine, and whether texts repeat, by arm. "Before" schedules synchronously, as this project did until 0.2.
 ARMS: dict[str, tuple[str, bool]] = {
     "stock": ("stock", False),
     "stock, synchronous": ("stock synchronous", False),
-    "sampler": ("sampler", False),
+    "our sampler": ("sampler", False),
     "before, drafts at rest": ("before", False),
     "before, drafts": ("before", True),
     "drafts at rest": ("now", False),
     "drafts": ("now", True),
 }
+#: Settings of engines that draft.
+DRAFTING = {
+    "speculative_config": {
+        "method": "custom_class",
+        "model": "verl_rhyme.engine.proposer.HistoryProposer",
+        "num_speculative_tokens": LONGEST,
+    }
+}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 
-def model(folder: Path) -> str:
+def write_model(folder: Path) -> str:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -72,38 +90,25 @@ def model(folder: Path) -> str:
     return str(folder)
 
 
-def children() -> list[int]:
-    import psutil
-
-    return [each.pid for each in psutil.Process().children(recursive=True)]
-
-
 def prompt_of(group: int) -> list[int]:
     return np.random.default_rng(group).integers(0, TOKENS, PROMPT).tolist()
 
 
+def write_history(folder: Path, groups: int) -> None:
+    with HistoryStore(folder, NAMESPACE, max_bytes=1 << 26, epochs=4) as store:
+        for group in range(groups):
+            key = prompt_key(prompt_of(group))
+            texts = [text(RESPONSE + 64, group, 10**9 + sample, FOLLOW) for sample in range(HISTORY)]
+            store.append([Trajectory(key, t.astype(np.int32), 1.0, 0, 0, s) for s, t in enumerate(texts)], step=0)
+
+
 class Engine:
-    def __init__(self, kind: str, model: str, history: Path, slots: int, weigh: bool) -> None:
+    """An engine of one kind; its processes are stopped while it does not run."""
+
+    def __init__(self, kind: str, model: str, history: Path, slots: int, parts: bool) -> None:
         from vllm import LLM
 
-        drafting = {"max_tokens": LONGEST, "wait_for_history": True, "weigh_cost": weigh, "max_batch_tokens": 256}
-        settings: dict[str, Any] = {}
-        if kind in ("before", "now"):
-            settings = {
-                "speculative_config": {
-                    "method": "custom_class",
-                    "model": "verl_rhyme.engine.proposer.HistoryProposer",
-                    "num_speculative_tokens": LONGEST,
-                },
-                "additional_config": {
-                    "rhyme": {"drafting": drafting, "history_dir": str(history), "namespace": NAMESPACE}
-                },
-            }
-        if kind in ("stock", "sampler"):
-            settings["additional_config"] = {"rhyme": {}}  # asynchronous, as without it on a GPU
-        if kind in ("stock synchronous", "before"):
-            settings["async_scheduling"] = False
-        before = set(children())
+        others = _children()
         self._llm = LLM(
             model=model,
             dtype="float32",
@@ -117,54 +122,84 @@ class Engine:
             distributed_executor_backend="mp",
             worker_extension_cls="benchmarks.host_time.clock.ClockWorker",
             logprobs_mode="processed_logprobs",
-            **settings,
+            **_settings(kind, history),
         )
-        self._llm.collective_rpc("start_clock", args=(kind in ("sampler", "before", "now"), LENGTH))
+        self._llm.collective_rpc("start_clock", args=(kind in ("sampler", "before", "now"), LENGTH, parts))
         self._sent = 0
-        self._processes = set(children()) - before
-        self.signal(signal.SIGSTOP)
+        self._processes = _children() - others
+        self.stop()
 
-    def signal(self, number: int) -> None:
-        """Stop or continue the engine's processes: they poll for a second after each message."""
+    def stop(self) -> None:
         for process in self._processes:
-            os.kill(process, number)
+            os.kill(process, signal.SIGSTOP)
 
-    def run(self, rows: int, seconds: float, repeats: bool) -> dict[str, float]:
+    def go_on(self) -> None:
+        for process in self._processes:
+            os.kill(process, signal.SIGCONT)
+
+    def run(self, rows: int, seconds: float, repeats: bool) -> dict[str, Any]:
+        """Generate ``rows`` responses together; ``seconds`` of a forward pass. Return figures of steady steps."""
         from vllm import SamplingParams
 
-        self.signal(signal.SIGCONT)
+        self.go_on()
         self._llm.collective_rpc("set_clock", args=(seconds,))
         engine = self._llm.llm_engine
         for row in range(rows):
             self._sent += 1
-            group = row // GROUP if repeats else 1_000_000 + self._sent
-            prompt = prompt_of(group)
-            extra = {TEXT: (group, self._sent, FOLLOW if repeats else 0.0), "rhyme": {"key": prompt_key(prompt).hex()}}
+            group = row // GROUP if repeats else 10**6 + self._sent
+            prompt, arguments = prompt_of(group), (group, self._sent, FOLLOW if repeats else 0.0)
             params = SamplingParams(
-                temperature=1.0, max_tokens=RESPONSE, ignore_eos=True, detokenize=False, logprobs=0, extra_args=extra
+                temperature=1.0,
+                max_tokens=RESPONSE,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0,
+                extra_args={TEXT: arguments, "rhyme": {"key": prompt_key(prompt).hex()}},
             )
             engine.add_request(f"r{self._sent}", {"prompt_token_ids": prompt}, params)
         while engine.has_unfinished_requests():
             engine.step()
-        steps = self._llm.collective_rpc("clock_steps")[0]
-        self.signal(signal.SIGSTOP)
-        return steady(steps, rows, repeats)
+        steps, parts = self._llm.collective_rpc("clock_steps")[0]
+        self.stop()
+        return figures(steps, parts, rows, repeats)
 
 
-def steady(steps: list[Any], rows: int, repeats: bool) -> dict[str, float]:
-    """Return milliseconds of the steps of all rows, from the end of the device's step before to the end of its own."""
-    times, drafted, idle = [], [], []
-    for before, step in zip(steps[4:], steps[5:], strict=False):
-        _, done, width, drafts, prompt = step
-        if width == rows and before[2] == rows and not prompt and not before[4] and (not repeats or drafts):
-            times.append(1e3 * (done - before[1]))
+def _settings(kind: str, history: Path) -> dict[str, Any]:
+    drafting = {"max_tokens": LONGEST, "max_batch_tokens": MOST, "wait_for_history": True}
+    ours = {"drafting": drafting, "history_dir": str(history), "namespace": NAMESPACE}
+    # With our field an engine is asynchronous also on a CPU, as stock vLLM is on a GPU.
+    return {
+        "stock": {"additional_config": {"rhyme": {}}},
+        "stock synchronous": {"async_scheduling": False},
+        "sampler": {"additional_config": {"rhyme": {}}},
+        "before": {**DRAFTING, "additional_config": {"rhyme": ours}, "async_scheduling": False},
+        "now": {**DRAFTING, "additional_config": {"rhyme": ours}},
+    }[kind]
+
+
+def _children() -> set[int]:
+    return {each.pid for each in psutil.Process().children(recursive=True)}
+
+
+def figures(steps: list[Any], parts: list[Any], rows: int, repeats: bool) -> dict[str, Any]:
+    """Return medians over the steps of all rows, in milliseconds; with drafts if texts repeat."""
+    times, drafted, waits = [], [], defaultdict(list)
+    for (_, before, earlier, _, _), (launched, done, width, drafts, prompt) in pairwise(steps[4:]):
+        if width == earlier == rows and not prompt and (drafts > 0 or not repeats):
+            times.append(1e3 * (done - before))
             drafted.append(drafts)
-            idle.append(1e3 * (step[0] - before[1]))
+            within = dict.fromkeys(PARTS, 0.0)
+            for name, begun, ended in parts:
+                within[name] += 1e3 * max(0.0, min(ended, launched) - max(begun, before))
+            within["take in"] -= within["plan"]
+            within["other"] = 1e3 * max(0.0, launched - before) - sum(within.values())
+            for name, wait in within.items():
+                waits[name].append(wait)
     return {
         "step_ms": statistics.median(times),
-        "drafted": float(np.mean(drafted)),
+        "drafted": statistics.mean(drafted),
         "steps": len(times),
-        "launched_ms": statistics.median(idle),
+        "parts": {name: statistics.median(each) for name, each in waits.items()},
     }
 
 
@@ -172,58 +207,61 @@ def steady(steps: list[Any], rows: int, repeats: bool) -> dict[str, float]:
 def main(
     rows: Annotated[list[int], typer.Option(help="Running requests")] = [1, 16, 64, 256],  # noqa: B006
     ms: Annotated[list[float], typer.Option(help="Milliseconds of a forward pass")] = [2, 5, 9, 14, 30],  # noqa: B006
-    arm: Annotated[list[str], typer.Option(help="Arms; all by default")] = list(ARMS),  # noqa: B006
-    rounds: int = 3,
-    json: bool = False,
-    quick: bool = False,
-    weigh: bool = True,
+    arm: Annotated[list[str], typer.Option(help="Arms")] = list(ARMS),  # noqa: B006
+    rounds: Annotated[int, typer.Option(help="Runs of each arm")] = 3,
+    parts: Annotated[bool, typer.Option(help="Show what the device waits for; takes time")] = False,
+    json: Annotated[bool, typer.Option(help="Print JSON")] = False,
+    quick: Annotated[bool, typer.Option(help="One row of the table, one round")] = False,
 ) -> None:
     if quick:
-        rows, ms, rounds = [64], [9], 1
+        rows, ms, rounds, arm = [16], [9.0], 1, ["stock", "drafts"]
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    folder = Path(tempfile.mkdtemp())
+    folder, engines = Path(tempfile.mkdtemp()), dict[str, Engine]()
     try:
-        engines: dict[str, Engine] = {}
-        path = model(folder / "model")
-        with HistoryStore(folder / "history", NAMESPACE, max_bytes=1 << 26, epochs=4) as store:
-            for group in range(max(rows) // GROUP + 1):
-                key = prompt_key(prompt_of(group))
-                store.append(
-                    [
-                        Trajectory(key, text(RESPONSE + 64, group, -1 - s, FOLLOW).astype(np.int32), 1.0, 0, 0, s)
-                        if False
-                        else Trajectory(key, text(RESPONSE + 64, group, 10**9 + s, FOLLOW).astype(np.int32), 1.0, 0, 0, s)
-                        for s in range(HISTORY)
-                    ],
-                    step=0,
-                )
-        kinds = {ARMS[each][0] for each in arm}
-        for kind in sorted(kinds):
-            engines[kind] = Engine(kind, path, folder / "history", max(rows), weigh)
+        model = write_model(folder / "model")
+        write_history(folder / "history", -(-max(rows) // GROUP))
+        for kind in sorted({ARMS[each][0] for each in arm}):
+            engines[kind] = Engine(kind, model, folder / "history", max(rows), parts)
         for width in rows:
-            for each_ms in ms:
-                found: dict[str, list[dict[str, float]]] = {each: [] for each in arm}
+            for milliseconds in ms:
+                runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
                 for turn in range(rounds):
                     for each in arm[turn % len(arm) :] + arm[: turn % len(arm)]:
                         kind, repeats = ARMS[each]
-                        found[each].append(engines[kind].run(width, each_ms / 1e3, repeats))
-                for each, runs in found.items():
-                    step = [run["step_ms"] for run in runs]
-                    row = {
-                        "arm": each,
-                        "rows": width,
-                        "device_ms": each_ms,
-                        "step_ms": round(statistics.median(step), 3),
-                        "range": [round(min(step), 3), round(max(step), 3)],
-                        "drafted": round(statistics.mean(run["drafted"] for run in runs), 1),
-                        "steps": sum(int(run["steps"]) for run in runs),
-                    }
-                    print_row(row, json, f"{width:4} rows {each_ms:5} ms  {each:24} {row['step_ms']:8.3f} ms {row['range']} drafted {row['drafted']} n {row['steps']}")
+                        runs[each].append(engines[kind].run(width, milliseconds / 1e3, repeats))
+                for each in arm:
+                    show(each, width, milliseconds, runs[each], parts, json)
     finally:
         for engine in engines.values():
-            engine.signal(signal.SIGCONT)
+            engine.go_on()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def show(arm: str, rows: int, ms: float, runs: list[dict[str, Any]], parts: bool, json: bool) -> None:
+    steps = [run["step_ms"] for run in runs]
+    row = {
+        **about("host_time"),
+        "arm": arm,
+        "rows": rows,
+        "device_ms": ms,
+        "step_ms": round(statistics.median(steps), 3),
+        "step_ms_range": [round(min(steps), 3), round(max(steps), 3)],
+        "drafted": round(statistics.mean(run["drafted"] for run in runs), 1),
+        "steps": sum(run["steps"] for run in runs),
+    }
+    if parts:
+        row["parts_ms"] = {
+            name: round(statistics.median(r["parts"][name] for r in runs), 3) for name in runs[0]["parts"]
+        }
+    text = (
+        f"{rows:4} rows, {ms:4} ms: {row['step_ms']:7.3f} ms ({steps_range(steps)}) {row['drafted']:6.1f} drafts  {arm}"
+    )
+    print_row(row, json, text + (f"  {row['parts_ms']}" if parts else ""))
+
+
+def steps_range(steps: list[float]) -> str:
+    return f"{min(steps):.3f} to {max(steps):.3f}"
 
 
 if __name__ == "__main__":

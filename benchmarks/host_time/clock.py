@@ -1,8 +1,8 @@
 """A device that is a clock: a model's forward pass takes a given time, and nothing else on the device takes any.
 
 The worker extension replaces the forward pass of vLLM's model runner on a CPU by an entry in the clock, and its events
-by times. The host's work is vLLM's and ours as on a GPU: it launches, goes on, and waits where vLLM waits. The sampled
-text is given: logits of a small vocabulary, so that the host draws as fast as it launches kernels on a GPU.
+by times. The host's work is vLLM's and ours as on a GPU: it launches, goes on, and waits where vLLM waits. What a GPU
+would compute is nearly free here: logits of a small vocabulary, whose next tokens are given, and draws of the maximum.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,14 @@ from verl_rhyme.engine.extension import RhymeWorkerMethods
 
 #: Tokens that occur. vLLM and the drafter know the model's whole vocabulary.
 TOKENS = 64
-#: Key in a request's ``extra_args``: seeds of its text, and share of tokens that follow the first one's text.
+#: Key in a request's ``extra_args``: arguments of :func:`text`.
 TEXT = "text"
 #: Logit of the next token, far above the others'.
 _CERTAIN = 60.0
+#: Linux: ends of sleeps are not delayed by more than a nanosecond.
+_PR_SET_TIMERSLACK = 29
+#: Parts of a step with drafts that the device may wait for, by name.
+PARTS = ("take in", "plan", "add drafts", "inputs", "attention")
 
 
 def text(length: int, common: int, own: int, follow: float) -> np.ndarray:
@@ -39,16 +44,31 @@ class Clock:
         self.free = 0.0  # when the device has done all that was launched
         #: Of each step: when it was launched and will be done, its rows, draft tokens and prompt tokens.
         self.steps: list[tuple[float, float, int, int, int]] = []
-        ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK: sleeps end when they should
+        #: Of each part: its name, begin and end.
+        self.parts: list[tuple[str, float, float]] = []
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
     def launch(self, rows: int, drafted: int, prompt: int) -> None:
         now = time.perf_counter()
         self.free = max(now, self.free) + self.seconds
         self.steps.append((now, self.free, rows, drafted, prompt))
 
-    def wait(self, until: float | None = None) -> None:
-        while (left := (self.free if until is None else until) - time.perf_counter()) > 0:
+    def wait(self, until: float) -> None:
+        while (left := until - time.perf_counter()) > 0:
             time.sleep(left)
+
+    def timed(self, owner: Any, name: str, part: str) -> None:
+        """Record when a method or function runs."""
+        call = getattr(owner, name)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.parts.append((part, begun, time.perf_counter()))
+
+        setattr(owner, name, recorded)
 
 
 class Event:
@@ -67,143 +87,110 @@ class Event:
         return self._at <= time.perf_counter()
 
 
-def _drawn(logits: torch.Tensor, rows: Any, scratch: Any, want_logprobs: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """In the place of a kernel that the host would launch: the texts are certain."""
-    tokens = logits.argmax(dim=-1)
-    return tokens, torch.zeros(len(tokens))
-
-
 class ClockWorker(RhymeWorkerMethods):
     """The ``worker_extension_cls`` of every arm."""
 
-    def start_clock(self, ours: bool, length: int) -> bool:
-        """``ours``: our sampler, and our proposer if the engine has it. ``length``: most tokens of a request."""
+    def start_clock(self, ours: bool, length: int, parts: bool) -> None:
+        """Use the clock from now on.
+
+        ``ours``: with our sampler, and our proposer if the engine has one. ``length``: most tokens of a request.
+        ``parts``: record those of steps with drafts, which takes time.
+        """
         from vllm.v1.worker import gpu_model_runner
+
+        from verl_rhyme.engine import steps
 
         runner, clock = self.model_runner, Clock()
         if ours:
-            assert self.attach_proposer() or runner.speculative_config is None
+            assert runner.speculative_config is None or self.attach_proposer()
             assert not (refusal := self.install_sampler()), refusal
         runner.clock, runner.prepare_inputs_event = clock, Event(clock)
-        texts: dict[str, np.ndarray] = {}
-        table, batch_of_table = np.zeros((runner.max_num_reqs, length), dtype=np.int64), []
-
-        def forward(input_ids: Any = None, positions: Any = None, **_: Any) -> Any:
-            batch = runner.input_batch
-            ids, rows = batch.req_ids, batch.num_reqs
-            if ids != batch_of_table:
-                for row, name in enumerate(ids):
-                    if name not in texts:
-                        extra = runner.requests[name].sampling_params.extra_args[TEXT]
-                        prompt = runner.requests[name].prompt_token_ids
-                        texts[name] = np.concatenate([prompt, text(length - len(prompt), *extra)])
-                    table[row] = texts[name]
-                batch_of_table[:] = ids
-            ends = runner.query_start_loc.np[: rows + 1]
-            drafted = sum(map(len, batch.spec_token_ids))
-            tokens = int(ends[-1])
-            at = np.minimum(positions[:tokens].numpy() + 1, length - 1)
-            hidden = torch.zeros(tokens, runner.model_config.get_hidden_size())
-            hidden[:, 0] = torch.from_numpy(table[np.repeat(np.arange(rows), np.diff(ends)), at])
-            clock.launch(rows, drafted, tokens - rows - drafted)
-            return hidden
-
-        def compute_logits(hidden: Any) -> Any:
-            logits = torch.zeros(len(hidden), TOKENS)
-            return logits.scatter_(1, hidden[:, :1].long(), _CERTAIN)
-
-        runner._model_forward, runner.model.compute_logits = forward, compute_logits
-        draw.draw_on_cpu, draw.ranks = _drawn, lambda logits, tokens: torch.ones_like(tokens)
-        to_list, parse = runner._to_list, gpu_model_runner.RejectionSampler.parse_output
-
-        def waiting(read: Any) -> Any:
-            def reads(*args: Any, **kwargs: Any) -> Any:
-                if threading.current_thread() is threading.main_thread():  # else a copy that was waited for
-                    clock.wait()
-                return read(*args, **kwargs)
-
-            return reads
-
-        runner._to_list = waiting(to_list)
-        gpu_model_runner.RejectionSampler.parse_output = staticmethod(waiting(parse))
-        _give_events(gpu_model_runner.AsyncGPUModelRunnerOutput, clock)
-        return True
-
-    def stamp_parts(self) -> None:
-        """Record when each part of a step begins and ends."""
-        runner = self.model_runner
-        runner.parts = parts = []
-
-        def wrap(owner: Any, name: str) -> None:
-            method = getattr(owner, name)
-
-            def timed(*args: Any, **kwargs: Any) -> Any:
-                begun = time.perf_counter()
-                try:
-                    return method(*args, **kwargs)
-                finally:
-                    parts.append((name, begun, time.perf_counter()))
-
-            setattr(owner, name, timed)
-
-        for name in (
-            "execute_model", "sample_tokens", "_update_states", "_prepare_inputs", "_build_attention_metadata", "_preprocess",
-            "_determine_batch_execution_and_padding", "_model_forward", "_sample", "_bookkeeping_sync", "propose_draft_token_ids", "_get_slot_mappings",
-        ):
-            wrap(runner, name)
-        wrap(runner.clock, "wait")
-        if hasattr(runner, "drafter"):
-            wrap(runner.drafter, "take_in")
-            if runner.drafter._drafter: wrap(runner.drafter._drafter, "step")
-        from verl_rhyme.engine import steps
-        wrap(steps, "add_drafts"); wrap(steps, "_fill")
-        if hasattr(runner, "rhyme_steps"): wrap(runner.rhyme_steps, "_update"); wrap(runner.rhyme_steps, "_take_in"); wrap(runner.rhyme_steps, "_settle")
-        import verl_rhyme.drafting.kernels as k
-        import verl_rhyme.drafting.regrowth as rg
-        for n in ("observe", "plan"): wrap(k, n)
-        wrap(rg, "plan")
-        d = runner.drafter._drafter if hasattr(runner, "drafter") else None
-        if d:
-            for n in ("observe", "terms", "grant", "plans", "least"): wrap(d.weighing, n)
-        for n in ("get_output",): wrap(steps._Output, n)
-
-    def line_profile(self, names: list[str]) -> None:
-        import sys; sys.path.append("/tmp/lp")
-        from line_profiler import LineProfiler
-        runner = self.model_runner
-        runner.lp = lp = LineProfiler()
-        import importlib
-        for each in names:
-            module, _, q = each.partition(":")
-            o = runner if module == "runner" else importlib.import_module(module)
-            for part in q.split("."): o = getattr(o, part)
-            lp.add_function(getattr(o, "__func__", o))
-        lp.enable_by_count()
-
-    def lines(self) -> str:
-        import io
-        out = io.StringIO(); self.model_runner.lp.print_stats(out, output_unit=1e-6, stripzeros=True); return out.getvalue()
-
-    def take_parts(self) -> list[tuple[str, float, float]]:
-        parts = list(self.model_runner.parts)
-        self.model_runner.parts.clear()
-        return parts
+        runner._model_forward = _Forward(runner, clock, length)
+        runner.model.compute_logits = _logits
+        draw.draw_on_cpu, draw.ranks = _drawn, _rank_one
+        output = gpu_model_runner.AsyncGPUModelRunnerOutput
+        output.__init__ = _with_event(output.__init__, clock)
+        verifier = gpu_model_runner.RejectionSampler
+        verifier.parse_output = staticmethod(_waiting(verifier.parse_output, clock))
+        runner._to_list = _waiting(runner._to_list, clock)
+        if parts and hasattr(runner, "rhyme_steps"):
+            clock.timed(runner.rhyme_steps, "_take_in", "take in")
+            clock.timed(runner.drafter, "take_in", "plan")
+            clock.timed(steps, "add_drafts", "add drafts")
+            clock.timed(runner, "_prepare_inputs", "inputs")
+            clock.timed(runner, "_build_attention_metadata", "attention")
 
     def set_clock(self, seconds: float) -> None:
-        self.model_runner.clock.seconds = seconds
-        self.model_runner.clock.steps.clear()
+        clock = self.model_runner.clock
+        clock.seconds = seconds
+        clock.steps.clear()
+        clock.parts.clear()
 
-    def clock_steps(self) -> list[tuple[float, float, int, int, int]]:
-        return list(self.model_runner.clock.steps)
+    def clock_steps(self) -> tuple[list[tuple[float, float, int, int, int]], list[tuple[str, float, float]]]:
+        """Return the steps and parts since :meth:`set_clock`."""
+        clock = self.model_runner.clock
+        return list(clock.steps), list(clock.parts)
 
 
-def _give_events(output: Any, clock: Clock) -> None:
-    """Give vLLM's outputs of asynchronous steps an event of the clock."""
-    init = output.__init__
+class _Forward:
+    """In the place of a forward pass: launches it, and gives each token the next one of its request's text."""
 
+    def __init__(self, runner: Any, clock: Clock, length: int) -> None:
+        self._runner, self._clock, self._length = runner, clock, length
+        self._texts: dict[str, np.ndarray] = {}
+        self._requests: list[str] = []  # of the rows of the table
+        self._table = np.zeros((runner.max_num_reqs, length), dtype=np.int64)
+
+    def __call__(self, *_: Any, positions: torch.Tensor, **__: Any) -> torch.Tensor:
+        runner, batch = self._runner, self._runner.input_batch
+        if batch.req_ids != self._requests:
+            self._requests = list(batch.req_ids)
+            for row, name in enumerate(self._requests):
+                self._table[row] = self._text(name)
+        rows, ends = batch.num_reqs, runner.query_start_loc.np[: batch.num_reqs + 1]
+        tokens, drafted = int(ends[-1]), sum(map(len, batch.spec_token_ids))
+        following = np.minimum(positions[:tokens].numpy() + 1, self._length - 1)
+        hidden = torch.zeros(tokens, runner.model_config.get_hidden_size())
+        hidden[:, 0] = torch.from_numpy(self._table[np.repeat(np.arange(rows), np.diff(ends)), following])
+        self._clock.launch(rows, drafted, tokens - rows - drafted)
+        return hidden
+
+    def _text(self, name: str) -> np.ndarray:
+        if name not in self._texts:
+            request = self._runner.requests[name]
+            prompt = request.prompt_token_ids
+            response = text(self._length - len(prompt), *request.sampling_params.extra_args[TEXT])
+            self._texts[name] = np.concatenate([prompt, response])
+        return self._texts[name]
+
+
+def _logits(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(len(hidden), TOKENS).scatter_(1, hidden[:, :1].long(), _CERTAIN)
+
+
+def _drawn(logits: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.argmax(dim=-1), torch.zeros(len(logits))
+
+
+def _rank_one(_: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(tokens)
+
+
+def _with_event(init: Callable[..., None], clock: Clock) -> Callable[..., None]:
     def initialise(made: Any, *args: Any, **kwargs: Any) -> None:
         init(made, *args, **kwargs)
         made.async_copy_ready_event = Event(clock)
         made.async_copy_ready_event.record()
 
-    output.__init__ = initialise
+    return initialise
+
+
+def _waiting(read: Callable[..., Any], clock: Clock) -> Callable[..., Any]:
+    """Let a synchronous step wait for its tokens; another thread reads those of an asynchronous step."""
+
+    def reads(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            clock.wait(clock.free)
+        return read(*args, **kwargs)
+
+    return reads

@@ -89,7 +89,11 @@ def loaded(folder, dtype):
     """Return a model as transformers computes it."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    kind = AutoModelForImageTextToText if hasattr(AutoConfig.from_pretrained(folder), "vision_config") else AutoModelForCausalLM
+    kind = (
+        AutoModelForImageTextToText
+        if hasattr(AutoConfig.from_pretrained(folder), "vision_config")
+        else AutoModelForCausalLM
+    )
     return kind.from_pretrained(folder, dtype=dtype)
 
 

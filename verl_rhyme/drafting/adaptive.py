@@ -68,8 +68,11 @@ class AdaptiveDrafter:
         self._scratch = [kernels.scratch(config.max_tokens) for _ in range(self._threads.count)]
         self.weighing = Weighing(config.max_tokens, config.weigh_cost)
         self._steps = 0
+        self._regrowing = 0  # requests with a previous text
         self.planned = False  # whether the last step was planned
-        self._model_wanted = False  # whether the model's own drafter is to draft, or is on trial
+        self._model_wanted = (
+            bool(config.model) and not config.weigh_cost
+        )  # whether the model's own drafter is to draft, or is on trial
         self._free = list(range(slots))[::-1]
         self._requests: dict[str, _Request] = {}
         self._batch: tuple[tuple[str, ...], np.ndarray] | None = None  # the last step's requests and their slots
@@ -96,6 +99,7 @@ class AdaptiveDrafter:
         for array, unused in zip(slots, self._unused, strict=True):
             array[slot] = unused[0]
         slots.previous[slot], slots.previous_size[slot] = earlier.ctypes.data, len(earlier)
+        self._regrowing += len(earlier) > 0
         slots.owner[slot] = self._texts
         self._texts += 1
         slots.visited[slot] = self._steps
@@ -111,7 +115,7 @@ class AdaptiveDrafter:
         return bool(waiting) and history is not None
 
     def step(self, done: DecodeStep) -> list[list[int]]:
-        rows = len(done.requests)
+        rows, weighing = len(done.requests), self.weighing
         drafted, accepted = np.asarray(done.drafted, dtype=np.int64), np.asarray(done.accepted, dtype=np.int64)
         budget = max(0, done.budget)
         batch = Batch(
@@ -123,23 +127,26 @@ class AdaptiveDrafter:
         )
         verified = drafted > 0
         kept = np.where(verified, accepted, 0)
+        # A previous text needs no plan.
+        own = self._slots.source[batch.ids, 0] != kernels.PREVIOUS if self._regrowing else None
         chain = 0
         if done.chains is not None:
             chain = done.chains.shape[1]
             self._slots.chain[batch.ids, :chain] = done.chains
         self._slots.chain_size[batch.ids] = chain
+        sampled, spans, planned, right = kernels.observe(
+            self._live.arrays, self._slots, self._model, batch, drafted, kept
+        )
         # A step that waits without need takes another time than one without drafts.
-        proposed, timed, weighing = chain > 0, done.seconds is not None and not done.waited, self.weighing
+        proposed, timed = chain > 0, done.seconds is not None and not done.waited
         weighing.keep_promise(rows, int(kept.sum()), timed)
-        if done.seconds is not None and not done.waited:
-            first = self._first_tokens(done, batch) if kept.any() or not drafted.any() else None
-            own = self._slots.source[batch.ids, 0] != kernels.PREVIOUS
+        if done.seconds is not None and timed:
+            first = (planned, right) if kept.any() or not drafted.any() else None
             weighing.observe(
                 drafted, kept, own, first, self.planned, done.seconds, done.planning, done.prefilled, proposed
             )
         self._slots.verify_steps[batch.ids] += verified
         self._steps += 1
-        sampled = kernels.observe(self._live.arrays, self._slots, self._model, batch, drafted, kept)
         terms = weighing.terms(rows, budget, int(batch.limits.sum()), timed, proposed, done.ahead)
         longest = max(1, min(int(batch.limits.max(initial=0)), self._config.max_tokens))
         plans = Plans(
@@ -152,8 +159,9 @@ class AdaptiveDrafter:
         if self.planned:
             within = batch._replace(limits=self._within(budget, batch))
             self._plan(within, plans, max(floor, weighing.least(rows, terms)))
-        regrown = regrowth.plan(self._slots, self._agreement, batch, plans, 1 + accepted, floor, self._vocabulary)
-        self._slots.source[batch.ids[regrown]] = kernels.PREVIOUS
+        if self._regrowing:
+            regrown = regrowth.plan(self._slots, self._agreement, batch, plans, 1 + accepted, floor, self._vocabulary)
+            self._slots.source[batch.ids[regrown]] = kernels.PREVIOUS
         granted = weighing.grant(plans.reach, plans.planned, terms)
         if done.chains is not None and done.seconds is not None and not done.prefilled:
             seconds = done.seconds - done.waited * weighing.cost.drafting(rows)
@@ -161,16 +169,9 @@ class AdaptiveDrafter:
         if self._config.model:
             self._model_wanted = weighing.wants_model(rows, self._slots.chain.shape[1], done.ahead)
         self.reach, self.granted = plans.reach, granted
-        self._threads.defer(partial(kernels.count, self._live.arrays.counts, *sampled))
+        self._threads.defer(partial(kernels.count, self._live.arrays.counts, sampled, spans))
         flat, ends = plans.draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
         return [flat[begin:end] for begin, end in zip((ends - granted).tolist(), ends.tolist(), strict=True)]
-
-    def _first_tokens(self, done: DecodeStep, batch: Batch) -> tuple[int, int]:
-        """Return the first planned tokens of rows, granted or not, and how many of them were sampled."""
-        slots, ids = self._slots, batch.ids
-        first = (slots.planned[ids] > 0) & (slots.planned_at[ids] == slots.length[ids])
-        sampled = done.tokens[batch.rows, np.minimum(slots.length[ids], batch.lengths - 1)]
-        return int(first.sum()), int((first & (slots.draft[ids, 0] == sampled)).sum())
 
     def _slots_of(self, requests: tuple[str, ...]) -> np.ndarray:
         """int32[B]; the result of the last step is reused for the same requests."""
@@ -257,6 +258,7 @@ class AdaptiveDrafter:
         if live is None:
             return
         self._batch = None
+        self._regrowing -= len(live.previous) > 0
         self._live.close(int(self._slots.block[live.slot]))
         live.history = ()
         self._free.append(live.slot)

@@ -84,7 +84,7 @@ class Lead:
         self._gain = 0.0  # mean of a wait, in steps
 
     def observe(self, gain: float, wait: float) -> bool:
-        """Take in what a plan's drafts gain, 0 without drafts, and what any wait costs, in steps; return the decision."""
+        """Take in what a plan's drafts gain, 0 without any, and what a wait costs, in steps; return the decision."""
         self._gain += ((gain or -max(wait, self.LEAST)) - self._gain) / self.MEMORY
         return self._gain <= 0
 

@@ -156,7 +156,8 @@ def observe(live, slots, model, batch, drafted, accepted):
 
     ``drafted``, ``accepted``: int64[B], draft tokens that the step verified and accepted. Return tokens for
     :func:`count`: int32[k], the new tokens of each row after their context; and int64[B, 2], begin and end of a row's
-    new tokens in it.
+    new tokens in it. Return also the rows whose last plan had a first token, granted or not, and those of them that
+    sampled it.
     """
     live, slots, model = _borrowed(live), _borrowed(slots), _borrowed(model)
     batch, (drafted, accepted) = _borrowed(batch), _borrowed((drafted, accepted))
@@ -167,12 +168,12 @@ def observe(live, slots, model, batch, drafted, accepted):
     for b in range(len(ids)):
         known = min(slots.length[ids[b]], lengths[b])
         # The first text of a request is not counted: a prompt, shared by its group, or a text counted before.
-        first = known if known else lengths[b] - 1
-        size += min(first, longest)
-        spans[b, 0], spans[b, 1] = size, size + lengths[b] - first
+        begin = known if known else lengths[b] - 1
+        size += min(begin, longest)
+        spans[b, 0], spans[b, 1] = size, size + lengths[b] - begin
         size = spans[b, 1]
     sampled = np.empty(size, dtype=np.int32)
-    size = 0
+    size = first = right = 0
     for b in range(len(ids)):
         slot = ids[b]
         text = batch.tokens[batch.rows[b]]
@@ -181,6 +182,9 @@ def observe(live, slots, model, batch, drafted, accepted):
             slots.by_source[slot, slots.source[slot, d], 1] += d < accepted[b]
         known, length = min(slots.length[slot], lengths[b]), lengths[b]
         if slots.planned_at[slot] == known and known < length:
+            if slots.planned[slot]:
+                first += 1
+                right += slots.draft[slot, 0] == text[known]
             _learn(slots, model, slot, text[known:length])
         slots.planned[slot] = 0
         slots.candidates[slot] = 0
@@ -190,7 +194,7 @@ def observe(live, slots, model, batch, drafted, accepted):
             sampled[size] = text[index]
             size += 1
         slots.length[slot] = length
-    return sampled, spans
+    return sampled, spans, first, right
 
 
 @njit(cache=True, nogil=True)

@@ -17,6 +17,8 @@ from verl_rhyme.drafting.cost import WIDTHS, StepCost, width_of
 #: verifies more than is profitable (up to one token a row, or the longest draft if that is more), so that the price of
 #: drafting becomes and stays known.
 EXPLORE_EVERY = 128
+#: Share of the least value of granted tokens, where more were planned, from which the next step plans tokens.
+_MARGIN = 0.7
 #: Share of the time that may be lost by steps that omit profitable drafts.
 OMITTED = 1 / 200
 
@@ -42,6 +44,9 @@ class Weighing:
         self._due = 0  # draft tokens of an experiment that waits for a step with drafts
         self._omitting = False  # whether drafts are omitted until a step without them was timed
         self._lead = Lead()
+        #: Rows and most draft tokens of the last plan, if it had more, and the least value of those.
+        self._cut: tuple[int, int] | None = None
+        self._least = 0.0
         self.rests = True  # whether the next steps may begin before their drafts could be known
         self._curious = False  # whether drafts would gain if they were cheap, and their price is not known
         self._owed = np.zeros(WIDTHS)  # loss by omitted drafts that is allowed, in steps
@@ -64,7 +69,7 @@ class Weighing:
         self,
         drafted: np.ndarray,  # int64[B], tokens that the step verified
         accepted: np.ndarray,  # int64[B]
-        own: np.ndarray,  # bool[B], rows whose drafts were planned: a previous text needs no plan
+        own: np.ndarray | None,  # bool[B], rows whose drafts were planned: a previous text needs no plan; None: all
         first: tuple[int, int] | None,  # planned first tokens, granted or not, and those that were right
         planned: bool,
         seconds: float,  # of the step
@@ -77,13 +82,13 @@ class Weighing:
         self._omitting &= size > 0
         prices = self.cost.prices(rows, max(rows, size))
         row = float(prices[0]) / rows  # seconds of a token without drafts
-        gain = row * accepted[own].sum() - (prices[size] - prices[size - int(drafted[own].sum())])
+        planned_drafts, hits = (drafted, accepted) if own is None else (drafted[own], accepted[own])
+        gain = row * hits.sum() - (prices[size] - prices[size - int(planned_drafts.sum())])
         if first is not None:  # what they would have gained: the confidence may lag behind the text
             count, right = first
-            hits = row * right
-            gain = max(gain, hits - (prices[count] - prices[0]))
+            gain = max(gain, row * right - (prices[count] - prices[0]))
             unknown = rows + count > self.cost.largest and (gain > 0 or not self._explored)
-            self._curious = unknown and self.rest.asleep(rows) and self.rest.pays(rows, hits, row * rows)
+            self._curious = unknown and self.rest.asleep(rows) and self.rest.pays(rows, row * right, row * rows)
         if not self._explored or gain > 0:
             self.rest.observe(rows, planned, planning, float(gain), row * rows)
 
@@ -112,13 +117,18 @@ class Weighing:
 
     def least(self, rows: int, terms: Terms) -> float:
         """Return a lower bound of the value of the tokens that :meth:`grant` grants."""
-        if not terms.weighed or terms.more or self.rest.asleep(rows):
+        if terms.more or self.rest.asleep(rows):
             return 0.0
-        return lowest_profitable(terms.prices, rows)
+        cut = _MARGIN * self._least if self._cut == (rows, terms.most) else 0.0
+        return max(cut, lowest_profitable(terms.prices, rows) if terms.weighed else 0.0)
 
     def grant(self, reach: np.ndarray, planned: np.ndarray, terms: Terms) -> np.ndarray:
         """Return the draft tokens of each row, int64[B]; arguments as of :func:`.budget.select_tokens`."""
         granted = select_tokens(reach, planned, terms.most, terms.prices)
+        self._cut = None
+        if int(granted.sum()) == terms.most < int(planned.sum()):
+            drafted = np.flatnonzero(granted)
+            self._cut, self._least = (len(planned), terms.most), float(reach[drafted, granted[drafted] - 1].min())
         if not terms.weighed:
             self.rests = self._lead.observe(float(granted.any()), 0.0)
             return granted

@@ -21,7 +21,6 @@ from verl_rhyme.drafting.bounds import logits_budget, request_limits, step_budge
 from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
 from verl_rhyme.drafting.threads import thread_count
-from verl_rhyme.engine import asynchronous
 from verl_rhyme.engine.history_loader import HistoryLoader
 from verl_rhyme.engine.model_drafter import ModelDrafter
 from verl_rhyme.history.copies import CopyReader
@@ -82,6 +81,7 @@ class HistoryProposer:
         scheduler = vllm_config.scheduler_config
         self._step_tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
         self._slots = scheduler.max_num_seqs
+        self._synchronous = not scheduler.async_scheduling
         self._logit_bytes = vllm_config.model_config.dtype.itemsize
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         reader = HistoryReader(settings["history_dir"], settings["namespace"])
@@ -95,9 +95,10 @@ class HistoryProposer:
         self._finished: OrderedDict[str, RequestCounts] = OrderedDict()  # by RequestMeta.id
         self._runner: Any = None
         self._drafted = self._accepted = self._errors = 0
-        self._seconds = self._planning = 0.0  # of all calls, and of the last plan
+        self._seconds = self._planning = 0.0  # of all calls that a step waited for, and of the last plan
         self._known = self._busy = 0.0  # when the last step's tokens were known, and seconds of the call after it
-        self._reported = 0, 0.0  # errors and seconds at the last report
+        self._steps = self._waiting = 0  # all steps, and those that waited for the tokens of the step before
+        self._reported: dict[str, float] = {}  # at the last report
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Check the target model's layers, after vLLM has loaded it; vLLM loads a drafter's model here.
@@ -110,7 +111,7 @@ class HistoryProposer:
             cache = getattr(layer, "get_kv_cache_spec", None)
             spec = cache(self._vllm_config) if cache is not None else None
             if isinstance(spec, MambaSpec):
-                synchronous = self._vllm_config.additional_config[FIELD].get(asynchronous.REASON, "")
+                synchronous = self._vllm_config.additional_config[FIELD].get("synchronous", "")
                 recurrent.check_layer(name, type(layer).__name__, spec.mamba_cache_mode, synchronous)
 
     def attach(self, model_runner: Any) -> None:
@@ -185,7 +186,9 @@ class HistoryProposer:
             return [[] for _ in step.requests]
         finally:
             self._known, self._busy = step.known, time.perf_counter() - step.known
-            self._seconds += self._busy
+            self._seconds += 0.0 if step.ahead else self._busy
+            self._steps += 1
+            self._waiting += self._synchronous or step.waited or bool(step.drafted.any())
 
     @property
     def _batch(self) -> Any:
@@ -307,7 +310,8 @@ class HistoryProposer:
     def take_counts(self, ids: list[str]) -> dict[str, dict[str, Any]]:
         """Return and forget the RequestCounts of finished requests: record columns by ``RequestMeta.id``.
 
-        One of them also has ``draft_errors`` (drafter and history) and ``draft_seconds`` since the last call.
+        One of them also has ``draft_errors`` (drafter and history), ``draft_seconds``, ``engine_steps`` and
+        ``waiting_steps`` since the last call.
         """
         drafter = self._drafter
         if drafter is None:
@@ -319,10 +323,15 @@ class HistoryProposer:
             self._end(drafter, req_id)
         counts = {id: asdict(self._finished.pop(id)) for id in ids if id in self._finished}
         if counts:
-            errors, seconds = self._errors + self._history.errors, self._seconds
+            now = {
+                "draft_errors": self._errors + self._history.errors,
+                "draft_seconds": self._seconds,
+                "engine_steps": self._steps,
+                "waiting_steps": self._waiting,
+            }
             first = next(iter(counts.values()))
-            first |= {"draft_errors": errors - self._reported[0], "draft_seconds": seconds - self._reported[1]}
-            self._reported = errors, seconds
+            first |= {name: value - self._reported.get(name, 0) for name, value in now.items()}
+            self._reported = now
         return counts
 
     def totals(self) -> dict[str, int]:

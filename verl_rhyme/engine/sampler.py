@@ -29,8 +29,9 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from verl_rhyme.engine import asynchronous, draw
+from verl_rhyme.engine import draw
 from verl_rhyme.engine.drawer import Drawer
+from verl_rhyme.processes.request import FIELD
 
 
 class DrawingSampler(Sampler):
@@ -109,7 +110,7 @@ def install(runner: Any, logprobs_mode: str | None = None) -> str:
     batch: Any = getattr(runner, "input_batch", None)
     if not isinstance(sampler, Sampler) or not hasattr(batch, "num_tokens_no_spec"):
         return "the engine does not use vLLM's V1 model runner; set VLLM_USE_V2_MODEL_RUNNER=0"
-    if getattr(runner, "use_async_spec_decode", False) and not asynchronous.wanted(runner.vllm_config):
+    if getattr(runner, "use_async_spec_decode", False) and FIELD not in runner.vllm_config.additional_config:
         return "vLLM's asynchronous scheduling of drafts is not supported: it does not track the positions of tokens"
     if getattr(verifier, "synthetic_mode", False):
         return "simulated acceptance is not supported; unset speculative_config.rejection_sample_method=synthetic"

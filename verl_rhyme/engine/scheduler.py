@@ -24,19 +24,21 @@ _FIRST, _GROWTH = 8, 4
 class DraftScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        drafting = config_tree.parse({"drafting": self.vllm_config.additional_config[FIELD]["drafting"]}).drafting
+        config = config_tree.parse({"drafting": self.vllm_config.additional_config[FIELD]["drafting"]})
+        assert config is not None
         self._longest = self.num_spec_tokens
-        self._drafts = False  # whether the workers want to draft
+        self._drafts = self.num_lookahead_tokens > 0  # whether the workers want to draft: a model's drafter may
         self._drafted: dict[str, int] = {}  # tokens of the latest drafts, by request
+        self.num_lookahead_tokens: int
         if self.num_lookahead_tokens:  # the model's own drafter writes keys and values of its tokens
-            self.num_lookahead_tokens = 2 * self._longest + drafting.model_tokens + 1
+            self.num_lookahead_tokens = 2 * self._longest + config.drafting.model_tokens + 1
         self._allocate = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_ahead  # type: ignore[method-assign]
 
     def _allocate_ahead(
         self, request: Any, num_new_tokens: int, *args: Any, num_lookahead_tokens: int = 0, **kwargs: Any
     ) -> Any:
-        """Reserve slots for drafts of this step and of the one in flight, if no running request could miss the blocks."""
+        """Reserve slots for drafts of this step and of the one in flight, if no running request needs the blocks."""
         if self._drafts and not num_lookahead_tokens:
             latest = self._drafted.get(request.request_id, 0)
             slots = min(2 * self._longest + 1, _FIRST + _GROWTH * latest)

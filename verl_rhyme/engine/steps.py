@@ -128,14 +128,18 @@ class Steps:
     def _settle(self, scheduler_output: Any) -> None:
         """Wait for the tokens in flight, plan drafts and add them to the step."""
         runner, flight, self._in_flight = self._runner, self._in_flight, None
-        batch, drafts = runner.input_batch, {}
+        batch, drafts = runner.input_batch, dict[str, list[int]]()
         if flight is not None:
-            drafts = self._take_in(flight, ahead=False)
+            drafts = dict(self._take_in(flight, ahead=False))
             batch.prev_sampled_token_ids = batch.sampled_token_ids_cpu = batch.prev_req_id_to_index = None
         if self._recurrent:
             for name, row in batch.req_id_to_index.items():
                 batch.num_accepted_tokens_cpu[row] = self._kept.get(name, 1)
-        full = [name for name, row in batch.req_id_to_index.items() if batch.num_tokens_no_spec[row] >= self._bounds.model_len]
+        full = [
+            name
+            for name, row in batch.req_id_to_index.items()
+            if batch.num_tokens_no_spec[row] >= self._bounds.model_len
+        ]
         if full:
             self._leave_out(scheduler_output, full)
         if not self._drafting:

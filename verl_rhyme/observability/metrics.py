@@ -42,6 +42,7 @@ SPEC_REVERIFIED = "rollout/spec/reverified_tokens"  # tokens: accepted, from bef
 SPEC_SOURCES = {source: [f"rollout/spec/{kind}/{source}" for kind in ("drafted", "accepted")] for source in SOURCES}
 SPEC_ERRORS = "rollout/spec/errors"  # count: failures of drafter and history; read the warning
 SPEC_DRAFT_S = "rollout/spec/draft_s"  # s: engines waited for drafts, summed; lower `drafting.max_tokens`
+SPEC_WAITING = "rollout/spec/waiting"  # share: engine steps that waited for the tokens before; 0 while drafts rest
 SPEC_ALARM = "rollout/spec/alarm"  # 0, 1: the last 4096 draft tokens were all rejected; see troubleshooting
 ENTROPY = "rollout/entropy"  # nats: of the policy, by token; above 1 drafts gain little
 
@@ -205,11 +206,15 @@ def accept_length(accepted: npt.ArrayLike, verify_steps: npt.ArrayLike) -> float
 
 
 #: Columns of drafter statistics: those of a whole engine, since the last request that carried them.
-DRAFTER = ("draft_errors", "draft_seconds")
+DRAFTER = ("draft_errors", "draft_seconds", "engine_steps", "waiting_steps")
 
 
 def drafter_metrics(totals: Mapping[str, float]) -> dict[str, float]:
-    return {SPEC_ERRORS: float(totals["draft_errors"]), SPEC_DRAFT_S: float(totals["draft_seconds"])}
+    return {
+        SPEC_ERRORS: float(totals["draft_errors"]),
+        SPEC_DRAFT_S: float(totals["draft_seconds"]),
+        SPEC_WAITING: totals["waiting_steps"] / max(1.0, totals["engine_steps"]),
+    }
 
 
 def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, rollout_s: float) -> dict[str, float]:

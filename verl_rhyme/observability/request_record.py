@@ -14,7 +14,7 @@ class RequestRecord:
     columns of the event log (``events.REQUESTS``), which derives its schema from this class.
 
     Times are in seconds since the Unix epoch, NaN if the event never happened. The drafter's counts, ``drafted_tokens``
-    to ``draft_seconds``, arrive after the response, by id (``HistoryProposer.take_counts``).
+    to ``waiting_steps``, arrive after the response, by id (``HistoryProposer.take_counts``).
     """
 
     id: str
@@ -41,8 +41,11 @@ class RequestRecord:
     by_source: list[list[int]] = field(default_factory=lambda: [[0, 0] for _ in SOURCES])
     #: Errors of the engine's drafter since its last report; those of all requests are reported with one of them.
     draft_errors: int = 0
-    #: Drafting time, reported like ``draft_errors``.
+    #: Time that the engine waited for drafts, its steps, and those of them that waited for the tokens of the step
+    #: before, all reported like ``draft_errors``.
     draft_seconds: float = 0.0
+    engine_steps: int = 0
+    waiting_steps: int = 0
     #: Predicted response tokens of this request when it was sent; ``None`` without a prediction.
     predicted_tokens: int | None = None
     #: Short reason why the coordinator placed the request at its replica; empty if the router decided.

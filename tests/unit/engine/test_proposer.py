@@ -35,7 +35,10 @@ def proposer_for(folder, **drafting):
         },
         model_config=SimpleNamespace(max_model_len=LENGTH, get_vocab_size=lambda: VOCABULARY, dtype=torch.bfloat16),
         scheduler_config=SimpleNamespace(
-            max_num_batched_tokens=STEP_TOKENS, max_num_scheduled_tokens=STEP_TOKENS, max_num_seqs=ROWS
+            max_num_batched_tokens=STEP_TOKENS,
+            max_num_scheduled_tokens=STEP_TOKENS,
+            max_num_seqs=ROWS,
+            async_scheduling=False,
         ),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
