@@ -55,6 +55,8 @@ def write_run(folder: Path, name: str, steps: int = 8, slower: float = 1.0) -> P
             "by_source": np.tile(np.array([[100 * warm, 60 * warm], *[[0, 0]] * (len(SOURCES) - 1)]), (4, 1, 1)),
             "draft_errors": np.zeros(4, dtype=int),
             "draft_seconds": np.zeros(4),
+            "engine_steps": np.full(4, 100),
+            "waiting_steps": np.full(4, 25 * warm),
             "history_hit": np.full(4, warm),
             "trained": np.full(4, True),
         }

@@ -55,6 +55,8 @@ COLUMNS = {
     ),
     "draft_errors": np.array([0, 2, 0]),
     "draft_seconds": np.array([0.0, 0.5, 0.25]),
+    "engine_steps": np.array([0, 40, 40]),
+    "waiting_steps": np.array([0, 10, 30]),
     "history_hit": np.array([False, True, True]),
     "trained": np.array([True, True, False]),
 }
@@ -66,7 +68,7 @@ METRICS = {
     **{"rollout/spec/drafted/own": 5, "rollout/spec/drafted/others": 9, "rollout/spec/accepted/others": 3},
     m.SPEC_ACCEPT_RATE: (0 + 0.5 + 1.0) / 3,
     m.SPEC_ACCEPT_LENGTH: (0 + 2.0 + 5.0) / 3,
-    **{m.SPEC_ERRORS: 2, m.SPEC_DRAFT_S: 0.75, m.HISTORY_HIT_RATE: 2 / 3},
+    **{m.SPEC_ERRORS: 2, m.SPEC_DRAFT_S: 0.75, m.SPEC_WAITING: 0.5, m.HISTORY_HIT_RATE: 2 / 3},
 }
 
 
