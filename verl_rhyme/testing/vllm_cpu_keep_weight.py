@@ -9,7 +9,9 @@ from verl_rhyme.patches.core import Patch, around
 
 
 def _keep_weight(original: Any, layer: Any, remove_weight: bool) -> None:
-    original(layer, remove_weight=False)
+    if layer.weight.ndim == 2:
+        original(layer, remove_weight=False)
+    # Else a causal convolution: with AMX it would be packed, and vllm_cpu_delta_net reads it as it was loaded.
 
 
 PATCH = Patch(
