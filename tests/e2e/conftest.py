@@ -50,6 +50,16 @@ def pytest_collection_modifyitems(items):
     items.sort(key=place)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def without_amx():
+    """With AMX, vLLM runs recurrent layers in bfloat16 alone, and never in chunks of a prompt."""
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory):
     """Folder of a random Qwen2 over 12 tokens: far from uniform, and every token possible."""
