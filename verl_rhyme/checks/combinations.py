@@ -140,12 +140,11 @@ TABLE = (
     Row(
         (
             *_engine("speculative_config", "spec_method", "spec_model", "spec_tokens"),
-            *_engine("async_scheduling", "scheduler_cls", "enable_dbo"),
+            *_engine("scheduler_cls", "enable_dbo"),
             Option(f"{ENGINE}.ubatch_size", lambda size, run: int(size or 0) > 1),
         ),
         with_drafts,
-        "rhyme chooses vLLM's drafter (drafting.model), in its synchronous scheduler, and rhyme's sampler verifies "
-        "whole batches",
+        "rhyme chooses vLLM's drafter (drafting.model) and its scheduler, and rhyme's sampler verifies whole batches",
         f"drop the first option, or set {_NO_DRAFTING}",
     ),
     Row(

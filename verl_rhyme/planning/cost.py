@@ -2,7 +2,7 @@
 
 A decode step of R rows, with C tokens in their KV caches and D draft tokens to verify, takes::
 
-    base + row R + cached C + draft D + drafting [D > 0]
+    base + row R + cached C + draft D + (drafting + waiting R) [D > 0]
 
 The base is the time to read the weights; ``cached C`` is the time to read the caches. A step is memory-bound until rows
 and drafts are many. A prefill of P tokens takes ``prefill P``, and no row advances meanwhile. Engines that mix prefill
@@ -34,7 +34,8 @@ class StepCost:
     row: float = 0.0  # of each request in it
     cached: float = 0.0  # of each cached token
     draft: float = 0.0  # of each verified draft token
-    drafting: float = 0.0  # of drafting itself
+    drafting: float = 0.0  # of a step with drafts, for which the device waits for the host
+    waiting: float = 0.0  # likewise, of each request in it
 
     def __post_init__(self) -> None:
         _check_seconds(self, "step")
@@ -42,7 +43,8 @@ class StepCost:
             raise ValueError("step.base and step.row are both 0: set one above 0, since a step takes time")
 
     def seconds(self, rows: int, cached: float = 0.0, drafts: float = 0.0) -> float:
-        return self.base + self.row * rows + self.cached * cached + self.draft * drafts + self.drafting * (drafts > 0)
+        waits = (self.drafting + self.waiting * rows) * (drafts > 0)
+        return self.base + self.row * rows + self.cached * cached + self.draft * drafts + waits
 
 
 @dataclass(unsafe_hash=True)
@@ -75,7 +77,7 @@ class ReplicaCost:
         if pace == 1:
             return self
         step = self.step
-        row = step.row + step.draft * (pace - 1) * overhead
+        row = step.row + step.waiting + step.draft * (pace - 1) * overhead
         return replace(self, step=StepCost((step.base + step.drafting) / pace, row / pace, step.cached / pace))
 
     def together(

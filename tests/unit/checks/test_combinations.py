@@ -52,7 +52,6 @@ CASES = [
     ("full", [f"{E}.spec_method=ngram"]),
     ("full", [f"{E}.spec_model=small"]),
     ("full", [f"{E}.spec_tokens=4"]),
-    ("histospec", [f"{E}.async_scheduling=true"]),
     ("stream", [f"{E}.scheduler_cls=my.Scheduler", SEPARATE]),
     ("histospec", [f"{E}.enable_dbo=true"]),
     ("histospec", [f"{E}.ubatch_size=2"]),
@@ -156,7 +155,9 @@ def test_every_preset_works_in_every_trainer_mode_at_every_staleness(preset: str
         ("histospec", [SEPARATE, f"{STEPS}=4", "algorithm.adv_estimator=opo", f"{LOSS}=gpg", f"{BACKEND}=relay"]),
         ("histospec", [SEPARATE, f"{BACKEND}=naive"]),  # verl checks it
         ("histospec", ["trainer.v1.trainer_mode=my_async", f"{BACKEND}=relay"]),
-        ("histospec", [NO_DRAFTS, f"{R}.data_parallel_size=2", f"{E}.async_scheduling=true"]),
+        ("histospec", [NO_DRAFTS, f"{R}.data_parallel_size=2"]),
+        ("histospec", [f"{E}.async_scheduling=true"]),
+        ("full", [f"{E}.async_scheduling=false"]),
         ("full", [f"{QUEUE}=1000", "transfer_queue.backend.storage_backend=MooncakeStore"]),
         # on-policy: every token is the current policy's
         ("sorted", [f"{R}.enable_rollout_routing_replay=true", f"{R}.calculate_log_probs=false"]),

@@ -27,6 +27,11 @@ def wide(token):
     return linear(0.012, 0.0, token, plan=0.0015)
 
 
+def asynchronous(base, wait):
+    """Stock's host works during the device's steps; where tokens must be known first, the device waits for it."""
+    return linear(base, 2e-5, 2e-5, plan=0.0015, wait=wait)
+
+
 #: Machine, probability to follow, length, rows, steps, gain of the first 60 steps, and of all.
 CASES = [
     # Until 32 steps were seen, every draft token was verified at no price.
@@ -57,6 +62,11 @@ CASES = [
     (gpu(64), 0.6, 400, 64, 200, 0.97, 0.98),
     (gpu(64), 0.85, 400, 64, 200, 1.3, 1.45),
     (gpu(256), 0.85, 400, 256, 200, 0.93, 0.965),
+    *(
+        (asynchronous(base, wait), follow, 400, 64, 400, early, late)
+        for base, wait, gain in ((0.009, 0.004, 1.3), (0.030, 0.010, 1.7))
+        for follow, early, late in ((0.0, 0.985, 0.99), (0.3, 0.985, 0.97), (0.6, 0.94, 0.97), (0.85, 1.08, gain))
+    ),
 ]
 
 

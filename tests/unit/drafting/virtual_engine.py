@@ -1,5 +1,6 @@
 """An engine with a virtual clock: the real drafter, made-up texts, and a machine of which only the prices are known."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -21,12 +22,14 @@ class Machine:
 
     Attributes:
         plan: Seconds of the drafter in a planned step.
+        wait: Seconds of the host in a step that waits for tokens, None for a synchronous engine, where all do.
         noise: Standard deviation of the logarithm.
         model: Seconds of the model's own drafter, None without; and the share of its tokens that are right.
     """
 
     seconds: Callable[[int, int, int, int], float]
     plan: float = 0.0
+    wait: float | None = None
     noise: float = 0.02
     model: float | None = None
     right: float = 0.0
@@ -90,6 +93,8 @@ class VirtualEngine:
         self._rng, self._slots, self._names = np.random.default_rng(seed), slots, count()
         self._model_rng = np.random.default_rng(seed)
         self._ended = False
+        #: Whether the drafter rested after the last steps. An asynchronous engine asks three steps before the step.
+        self._rests = deque([True] * 3, maxlen=3)
         self.log = Log()
 
     def run(self, lengths, steps=10**9):
@@ -98,7 +103,7 @@ class VirtualEngine:
         tokens, length = np.zeros((self._slots, longest), np.int32), np.zeros(self._slots, np.int64)
         drafted, accepted = np.zeros(self._slots, np.int64), np.zeros(self._slots, np.int64)
         ends, names, wholes = np.zeros(self._slots, np.int64), {}, {}
-        planning, started = 0.0, len(self.log.rows)
+        planning, started, ahead = 0.0, len(self.log.rows), False
         while len(self.log.rows) - started < steps:
             admitted = []
             for row in sorted(set(range(self._slots)) - set(names)):
@@ -134,8 +139,11 @@ class VirtualEngine:
                 chains = self._chains([wholes[row][length[row] :] for row in live.tolist()], 3 * proposes)
             self.log.rows.append(len(live))
             self.log.emitted.append(int(new.sum()))
-            self.log.seconds.append(seconds + planning)
+            exposed = 0.0 if self.machine.wait is None or ahead else self.machine.wait
+            self.log.seconds.append(seconds + exposed + planning)
             self.log.stock.append(self.machine.seconds(len(live), 0, prompt, text) * noise)
+            drafting = self.machine.wait is None or not self._rests[0]
+            next_ahead = not drafting and not size
             done = DecodeStep(
                 requests=[names[row] for row in live.tolist()],
                 rows=live,
@@ -145,18 +153,22 @@ class VirtualEngine:
                 accepted=accepted[live],
                 limits=np.minimum(32, ends[live] - length[live] - 1).clip(0),
                 budget=4096 if self._ended else 0,
-                seconds=seconds if self._ended and len(admitted) < len(live) else None,
+                seconds=seconds + exposed if self._ended and len(admitted) < len(live) else None,
                 planning=planning,
                 prefilled=prompt,
+                waited=self.machine.wait is not None and not ahead and not size,
+                ahead=next_ahead,
                 chains=chains,
             )
             drafts = self.drafter.step(done)
-            self._ended = True
-            planning = self.machine.plan * self.drafter.planned
+            self._ended, ahead = True, next_ahead
+            self._rests.append(self.drafter.rests)
+            planning = self.machine.plan * self.drafter.planned * (not ahead)
             self.log.planned.append(self.drafter.planned)
             self._drafts = dict(zip(live.tolist(), drafts, strict=True))
             drafted[:] = 0
-            drafted[live] = [len(draft) for draft in drafts]
+            if drafting:
+                drafted[live] = [len(draft) for draft in drafts]
             for row in live[length[live] >= ends[live]].tolist():
                 self.drafter.finish(names.pop(row))
         return self.log

@@ -60,7 +60,7 @@ def test_the_longest_response_has_the_time_until_it_is_due(bound, after):
 @given(st.floats(1.1, 8), st.floats(0.1, 5))
 def test_drafts_are_fewer_steps_with_more_work_in_each(pace, overhead):
     """A token's seconds beside 31 others: those of a step, over the tokens that it makes for a request."""
-    plain = ReplicaCost(StepCost(8e-3, 3e-5, 2e-8, draft=1e-5, drafting=1e-3))
+    plain = ReplicaCost(StepCost(8e-3, 3e-5, 2e-8, draft=1e-5, drafting=1e-3, waiting=2e-5))
     step = plain.step.seconds(32, 1e5, 32 * (pace - 1) * overhead)
     assert plain.drafted(pace, overhead).step.seconds(32, 1e5) == pytest.approx(step / pace)
     assert plain.drafted(1.0, overhead) == plain

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from verl_rhyme.planning.cost import ReplicaCost, StepCost
 from verl_rhyme.simulation.engine import Engine, Request, Segment
 
-STEP = StepCost(base=0.01, row=0.001, cached=1e-6, draft=0.0005, drafting=0.002)
+STEP = StepCost(base=0.01, row=0.001, cached=1e-6, draft=0.0005, drafting=0.002, waiting=0.0003)
 
 
 def run(engine: Engine) -> list[tuple[object, float]]:
