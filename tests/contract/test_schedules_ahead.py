@@ -1,0 +1,73 @@
+"""Which engines schedule asynchronously, by vLLM's own config."""
+
+import json
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from verl_rhyme.engine.scheduler import DraftScheduler
+from verl_rhyme.patches import apply_vllm
+from verl_rhyme.processes.request import FIELD
+
+PROPOSER = {"method": "custom_class", "model": "verl_rhyme.engine.proposer.HistoryProposer", "num_speculative_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    shape = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 32, **sizes}
+    (folder / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 64}))
+    return str(folder)
+
+
+def config(model, ours=True, drafts=True, **options):
+    apply_vllm()
+    if ours:
+        options["additional_config"] = {FIELD: {"drafting": {}} if drafts else {}}
+    if drafts:
+        options["speculative_config"] = dict(PROPOSER)
+    made = EngineArgs(model=model, skip_tokenizer_init=True, **options).create_engine_config()
+    return made, made.scheduler_config
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_an_engine_of_ours_does(model, drafts):
+    made, scheduler = config(model, drafts=drafts)
+    assert scheduler.async_scheduling
+    assert made.additional_config[FIELD]["synchronous"] == ""
+    assert issubclass(DraftScheduler, scheduler.get_scheduler_cls()), "vLLM's, or ours for drafts"
+    assert (scheduler.get_scheduler_cls() is DraftScheduler) == drafts
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"async_scheduling": False}, "async_scheduling=false"),
+        ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "scheduler_cls=vllm.v1.core.sched"),
+        ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline_parallel_size=2"),
+    ],
+)
+def test_it_says_why_it_does_not(model, options, reason, caplog_vllm):
+    made, scheduler = config(model, **options)
+    assert not scheduler.async_scheduling
+    assert scheduler.get_scheduler_cls() is not DraftScheduler
+    assert made.additional_config[FIELD]["synchronous"].startswith(reason)
+    assert f"because it has {reason}" in caplog_vllm.text
+
+
+def test_other_engines_are_vllms(model):
+    _, scheduler = config(model, ours=False)
+    assert not scheduler.async_scheduling, "with drafts of a custom class"
+    assert scheduler.scheduler_cls is None
+
+
+@pytest.fixture
+def caplog_vllm(caplog):
+    """vLLM's loggers do not propagate to the root's handler."""
+    import logging
+
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
