@@ -163,18 +163,21 @@ class ReplayWorker(RhymeWorkerMethods):
             refused = self.install_sampler()
             assert not refused, refused
         if drafter is not None:
-            if hasattr(drafter, "attach"):
+            if isinstance(drafter, ReplayProposer):
+                self.attach_proposer()
+            elif hasattr(drafter, "attach"):
                 drafter.attach(runner)
-            propose = drafter.propose
+            method = "take_in" if isinstance(drafter, ReplayProposer) else "propose"
+            draft = getattr(drafter, method)
 
             def timed(*args: Any, **kwargs: Any) -> Any:
                 started = time.perf_counter()
                 try:
-                    return propose(*args, **kwargs)
+                    return draft(*args, **kwargs)
                 finally:
                     runner.draft_seconds += time.perf_counter() - started
 
-            drafter.propose = timed
+            setattr(drafter, method, timed)
         return drafter is not None
 
     def begin(self, paths: list[list[int]], history_dir: str, namespace: str, texts: list[list[list[int]]]) -> None:

@@ -9,11 +9,10 @@ left for drafts to gain.
 
 Each arm is a separate vLLM engine. In each round all engines generate the same recorded responses, one after the other
 in rotating order, with the responses of the step before as a warm-up. The trace fixes the emitted tokens
-(:mod:`benchmarks.engine_worker`), so only time is measured. Arms: vLLM as shipped; vLLM with the settings that drafting
-needs (no asynchronous scheduling); its ``ngram`` and ``suffix`` (arctic-inference, if installed); verl-rhyme; an oracle
-that knows the next tokens; and the oracle limited to verl-rhyme's accepted tokens in each step, the upper bound for
-that acceptance. With ``--drafter DIR`` also the model's own drafter as vLLM runs it, with three tokens a step, and with
-verl-rhyme.
+(:mod:`benchmarks.engine_worker`), so only time is measured. Arms: vLLM as shipped; its ``ngram`` and ``suffix``
+(arctic-inference, if installed); verl-rhyme, also in a synchronous engine; an oracle that knows the next tokens; and
+the oracle limited to verl-rhyme's accepted tokens in each step, the upper bound for that acceptance. With ``--drafter
+DIR`` also the model's own drafter as vLLM runs it, with three tokens a step, and with verl-rhyme.
 """
 
 from __future__ import annotations
@@ -59,7 +58,9 @@ LONGEST = 32
 MODEL_LEN = 512
 #: Oracle with the steps of ``rhyme``.
 BOUND = "oracle, rhyme's steps"
-STOCK, SETTINGS, RHYME, ORACLE = "stock", "stock, drafting's settings", "rhyme", "oracle"
+STOCK, RHYME, ORACLE = "stock", "rhyme", "oracle"
+#: Ours in an engine that schedules synchronously, as on a CPU stock vLLM does.
+SYNCHRONOUS = "rhyme, synchronous"
 #: Suffix of an arm with our sampler and another drafter, or none.
 OUR_SAMPLER = ", our sampler"
 #: The model's own drafter in vLLM, and as a source of ours.
@@ -199,7 +200,7 @@ def settings_of(arm: str, folder: str, drafter: str | None = None) -> tuple[dict
     arm, ours = arm.removesuffix(OUR_SAMPLER), arm.endswith(OUR_SAMPLER)
     if arm == STOCK and not ours:
         return None, {}
-    if arm in (STOCK, SETTINGS):
+    if arm == STOCK:
         return None, {"async_scheduling": False}
     if arm == "ngram":
         return {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}, {}
@@ -208,12 +209,15 @@ def settings_of(arm: str, folder: str, drafter: str | None = None) -> tuple[dict
     if arm == MODEL:
         return {"model": drafter, "num_speculative_tokens": 3}, {"async_scheduling": False}
     if arm.startswith(RHYME):
-        options = {"model": drafter} if arm == BOTH else json.loads(arm.removeprefix(RHYME) or "{}")
+        scheduling = {"async_scheduling": False} if arm == SYNCHRONOUS else {}
+        options = json.loads(arm.removeprefix(RHYME) or "{}") if arm not in (BOTH, SYNCHRONOUS) else {}
+        options |= {"model": drafter} if arm == BOTH else {}
         drafting = {"max_tokens": LONGEST, **options}
         extra = {"rhyme": {"drafting": drafting, "history_dir": folder, "namespace": NAMESPACE}}
         if arm == BOTH and drafter is not None:
             return speculation(drafter, LONGEST), {"additional_config": extra, "async_scheduling": False}
-        return {**custom, "model": "benchmarks.engine_worker.ReplayProposer"}, {"additional_config": extra}
+        ours = {**custom, "model": "benchmarks.engine_worker.ReplayProposer"}
+        return ours, {"additional_config": extra, **scheduling}
     return {**custom, "model": "benchmarks.engine_worker.OracleProposer"}, {}
 
 
@@ -223,7 +227,7 @@ def arms(quick: bool, world: str | None = None) -> list[str]:
         return [STOCK, RHYME, ORACLE]
     suffix = ["suffix"] if importlib.util.find_spec("arctic_inference") else []
     if world is None:
-        return [STOCK, SETTINGS, "ngram", *suffix, RHYME, ORACLE]
+        return [STOCK, "ngram", *suffix, SYNCHRONOUS, RHYME, ORACLE]
     return [STOCK, STOCK + OUR_SAMPLER, "ngram", *suffix, *(s + OUR_SAMPLER for s in suffix), RHYME, ORACLE]
 
 

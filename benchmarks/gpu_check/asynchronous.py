@@ -1,7 +1,8 @@
-"""Measure the gain of asynchronous scheduling in stock vLLM, which drafting disables, in milliseconds per step.
+"""Measure the gain of asynchronous scheduling, in stock vLLM and in our engines, in milliseconds per step.
 
-Drafts by a custom class also force vLLM's V1 model runner. For some models (Qwen3, Llama) vLLM uses V2 by default, so
-V2 is a third arm.
+Our sampler and our drafts force vLLM's V1 model runner. For some models (Qwen3, Llama) vLLM uses V2 by default, so
+V2 is a third arm. Weights and texts are random: drafts rest. :mod:`benchmarks.host_time` has the cost of a step with
+drafts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ ARMS = {
     "V1, asynchronous": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
     "V1, not asynchronous": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
     "V2, asynchronous": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+    "our sampler, asynchronous": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    "our drafts at rest, asynchronous": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
 }
 
 
@@ -41,6 +44,17 @@ def step_ms(llm: Any, rows: int, rounds: int) -> list[float]:
     return times[1:]
 
 
+def _ours(arm: str, folder: str) -> dict[str, Any]:
+    """Return the options of an engine of ours."""
+    extension = {"worker_extension_cls": "verl_rhyme.engine.extension.RhymeWorkerMethods"}
+    if "sampler" in arm:
+        return {"additional_config": {"rhyme": {}}, **extension}
+    rhyme = {"drafting": {}, "history_dir": f"{folder}/history", "namespace": "asynchronous"}
+    drafter = {"method": "custom_class", "model": "verl_rhyme.engine.proposer.HistoryProposer"}
+    speculation = {"speculative_config": {**drafter, "num_speculative_tokens": 32}}
+    return {"additional_config": {"rhyme": rhyme}, **speculation, **extension}
+
+
 def measure(arm: str, small: bool) -> None:
     """Measure one engine with each batch size."""
     engines.prepare()
@@ -48,14 +62,18 @@ def measure(arm: str, small: bool) -> None:
 
     size, widths, rounds = ("tiny", (4,), 1) if small else ("7B", (1, 8, 64, 256), 2)
     with tempfile.TemporaryDirectory() as folder:
+        ours = _ours(arm, folder) if arm.startswith("our") else {}
         llm = LLM(
             model=models.described(size, Path(folder)),
             max_model_len=1024,
             max_num_seqs=max(widths),
             skip_tokenizer_init=True,
             async_scheduling=arm.endswith(", asynchronous"),
-            **{"load_format": "dummy", "dtype": "bfloat16", **engines.settings(0.8)},
+            **{"load_format": "dummy", "dtype": "bfloat16", **engines.settings(0.8), **ours},
         )
+        if ours:
+            llm.collective_rpc("install_sampler")
+            llm.collective_rpc("attach_proposer")
         for rows in widths:
             ms = step_ms(llm, rows, rounds)
             middle, spread = round(statistics.median(ms), 3), [round(min(ms), 3), round(max(ms), 3)]

@@ -57,7 +57,6 @@ def drafting(folder: Path) -> dict[str, Any]:
     options = {"max_tokens": MAX_TOKENS, "weigh_cost": False, "wait_for_history": True}
     return {
         "worker_extension_cls": "verl_rhyme.engine.extension.RhymeWorkerMethods",
-        "async_scheduling": False,
         "speculative_config": {
             "method": "custom_class",
             "model": "verl_rhyme.engine.proposer.HistoryProposer",
