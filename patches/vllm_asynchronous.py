@@ -23,10 +23,14 @@ def _schedule_ahead(original: Any, self: Any) -> None:
     if ours is None:
         original(self)
         return
-    chosen, scheduler.async_scheduling = scheduler.async_scheduling, False  # vLLM checks nothing then
+    # False skips vLLM's checks, which refuse drafts of a custom class. Its log then says "disabled".
+    chosen, scheduler.async_scheduling = scheduler.async_scheduling, False
+    synchronised = self.parallel_config.disable_nccl_for_dp_synchronization
     original(self)
     reason = ours["synchronous"] = _obstacle(self, chosen)
     scheduler.async_scheduling = not reason
+    if scheduler.async_scheduling and synchronised is None:  # as vLLM chooses it for an asynchronous engine
+        self.parallel_config.disable_nccl_for_dp_synchronization = True
     if reason:
         logger.warning("verl-rhyme: this engine schedules synchronously, because it has %s", reason)
     elif self.speculative_config is not None:

@@ -1,7 +1,7 @@
 """Measure the gain of asynchronous scheduling, in stock vLLM and in our engines, in milliseconds per step.
 
 Our sampler and our drafts force vLLM's V1 model runner. For some models (Qwen3, Llama) vLLM uses V2 by default, so
-V2 is a third arm. Weights and texts are random: drafts rest. :mod:`benchmarks.host_time` has the cost of a step with
+V2 is another arm. Weights and texts are random: drafts rest. :mod:`benchmarks.host_time` has the cost of a step with
 drafts.
 """
 
@@ -72,7 +72,8 @@ def measure(arm: str, small: bool) -> None:
             **{"load_format": "dummy", "dtype": "bfloat16", **engines.settings(0.8), **ours},
         )
         if ours:
-            llm.collective_rpc("install_sampler")
+            if refused := llm.collective_rpc("install_sampler")[0]:
+                raise RuntimeError(f"cannot install our sampler: {refused}")
             llm.collective_rpc("attach_proposer")
         for rows in widths:
             ms = step_ms(llm, rows, rounds)

@@ -52,7 +52,7 @@ def _own(module: str, *arguments: str) -> tuple[str, ...]:
 #: Without the package's command, which imports all of its parts.
 _PLANNING = "import typer; from benchmarks.real_sizes import planning; typer.run(planning.main)"
 _ENGINE = ("torch", "vllm", "verl", "numba", "lmdb", "typer", "pyarrow")
-_SYNCHRONOUS = "vLLM's CPU platform always disables asynchronous scheduling: both arms would be the same"
+_SYNCHRONOUS = "on a CPU the host's work is the device's"
 _NO_GRAPHS = "a CPU has no CUDA graphs"
 
 #: Parts in order: those with the fewest needs first, those that depend on other results last.
@@ -94,8 +94,8 @@ PARTS: tuple[Part, ...] = (
         "asynchronous",
         _own("asynchronous"),
         300,
-        "the tokens per step that drafting must reach: at each batch size the milliseconds of a step without "
-        "asynchronous scheduling, divided by those with it",
+        "whether drafts at rest and the sampler cost nothing: at each batch size the milliseconds of a step of our "
+        "engines, divided by stock's",
         needs=("torch", "vllm", "transformers"),
         gpu_only=_SYNCHRONOUS,
     ),

@@ -2,7 +2,8 @@
 
 The model itself gives the most probable token at each position: bf16 moves logits by tenths, a wrong state by units.
 The history has each prompt's text with wrong tokens in it, so that drafts are accepted in part, and not in each step.
-The patches of ``verl_rhyme/drafting/recurrent.py`` hold for vLLM's ngram, too.
+The patches of ``verl_rhyme/drafting/recurrent.py`` hold for vLLM's ngram, too; but a request that sits out a step
+goes on rightly in our engines alone.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python -m benchmarks.host_time [--json] [--quick] [--rows 64 ...] [--ms 9 ...] [--arm NAME ...] [--rounds 3]
 
 vLLM's engine core, its worker process, the scheduler, the sampler and the drafter are real. The device is a clock
-(:mod:`benchmarks.host_time.clock`). In each round all engines run the same requests one after the other, in rotating
-order; an idle engine's processes are stopped. A step is the time from the end of the device's last step to the end of
-its own, in steps of all rows without prompts; drafts cost the device nothing. ``--parts`` shows what the device waits
-for in steps with drafts.
+(:mod:`benchmarks.host_time.clock`). Each arm has an engine of its own. In each round they run the same requests one
+after the other, in rotating order; an idle engine's processes are stopped. A step is the time from the end of the
+device's last step to the end of its own, in steps of all rows without prompts; drafts cost the device nothing.
+``--parts`` shows what the device waits for in steps with drafts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 import typer
 
-from benchmarks.host_time.clock import PARTS, TEXT, TOKENS, text
+from benchmarks.host_time import PARTS, TEXT, TOKENS, text
 from benchmarks.machine import about, print_row
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.record import Trajectory
@@ -50,6 +50,8 @@ LONGEST, MOST = 32, 256
 #: Probability that a token is that of the prompt's text, and responses of its history.
 FOLLOW, HISTORY = 0.85, 4
 NAMESPACE = "host_time"
+#: Steps of a run that are not counted.
+WARM_UP = 4
 
 #: Engine, and whether texts repeat, by arm. "Before" schedules synchronously, as this project did until 0.2.
 ARMS: dict[str, tuple[str, bool]] = {
@@ -167,11 +169,11 @@ class Engine:
 def _settings(kind: str, history: Path) -> dict[str, Any]:
     drafting = {"max_tokens": LONGEST, "max_batch_tokens": MOST, "wait_for_history": True}
     ours = {"drafting": drafting, "history_dir": str(history), "namespace": NAMESPACE}
-    # With our field an engine is asynchronous also on a CPU, as stock vLLM is on a GPU.
+    ahead = {"additional_config": {"rhyme": {}}}  # makes an engine asynchronous on a CPU, as stock's is on a GPU
     return {
-        "stock": {"additional_config": {"rhyme": {}}},
+        "stock": ahead,
         "stock synchronous": {"async_scheduling": False},
-        "sampler": {"additional_config": {"rhyme": {}}},
+        "sampler": ahead,
         "before": {**DRAFTING, "additional_config": {"rhyme": ours}, "async_scheduling": False},
         "now": {**DRAFTING, "additional_config": {"rhyme": ours}},
     }[kind]
@@ -184,7 +186,7 @@ def _children() -> set[int]:
 def figures(steps: list[Any], parts: list[Any], rows: int, repeats: bool) -> dict[str, Any]:
     """Return medians over the steps of all rows, in milliseconds; with drafts if texts repeat."""
     times, drafted, waits = [], [], defaultdict(list)
-    for (_, before, earlier, _, _), (launched, done, width, drafts, prompt) in pairwise(steps[4:]):
+    for (_, before, earlier, _, _), (launched, done, width, drafts, prompt) in pairwise(steps[WARM_UP:]):
         if width == earlier == rows and not prompt and (drafts > 0 or not repeats):
             times.append(1e3 * (done - before))
             drafted.append(drafts)
@@ -221,15 +223,14 @@ def main(
     try:
         model = write_model(folder / "model")
         write_history(folder / "history", -(-max(rows) // GROUP))
-        for kind in sorted({ARMS[each][0] for each in arm}):
-            engines[kind] = Engine(kind, model, folder / "history", max(rows), parts)
+        for each in arm:
+            engines[each] = Engine(ARMS[each][0], model, folder / "history", max(rows), parts)
         for width in rows:
             for milliseconds in ms:
                 runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
                 for turn in range(rounds):
                     for each in arm[turn % len(arm) :] + arm[: turn % len(arm)]:
-                        kind, repeats = ARMS[each]
-                        runs[each].append(engines[kind].run(width, milliseconds / 1e3, repeats))
+                        runs[each].append(engines[each].run(width, milliseconds / 1e3, ARMS[each][1]))
                 for each in arm:
                     show(each, width, milliseconds, runs[each], parts, json)
     finally:
@@ -254,10 +255,10 @@ def show(arm: str, rows: int, ms: float, runs: list[dict[str, Any]], parts: bool
         row["parts_ms"] = {
             name: round(statistics.median(r["parts"][name] for r in runs), 3) for name in runs[0]["parts"]
         }
-    text = (
+    line = (
         f"{rows:4} rows, {ms:4} ms: {row['step_ms']:7.3f} ms ({steps_range(steps)}) {row['drafted']:6.1f} drafts  {arm}"
     )
-    print_row(row, json, text + (f"  {row['parts_ms']}" if parts else ""))
+    print_row(row, json, line + (f"  {row['parts_ms']}" if parts else ""))
 
 
 def steps_range(steps: list[float]) -> str:

@@ -16,26 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.host_time import TEXT, TOKENS, text
 from verl_rhyme.engine import draw
 from verl_rhyme.engine.extension import RhymeWorkerMethods
 
-#: Tokens that occur. vLLM and the drafter know the model's whole vocabulary.
-TOKENS = 64
-#: Key in a request's ``extra_args``: arguments of :func:`text`.
-TEXT = "text"
 #: Logit of the next token, far above the others'.
 _CERTAIN = 60.0
 #: Linux: ends of sleeps are not delayed by more than a nanosecond.
 _PR_SET_TIMERSLACK = 29
-#: Parts of a step with drafts that the device may wait for, by name.
-PARTS = ("take in", "plan", "add drafts", "inputs", "attention")
-
-
-def text(length: int, common: int, own: int, follow: float) -> np.ndarray:
-    """Return a text, int64[length], each of whose tokens is that of the text ``common`` with probability ``follow``."""
-    shared = np.random.default_rng(common).integers(0, TOKENS, length)
-    rng = np.random.default_rng((common, own))
-    return np.where(rng.random(length) < follow, shared, rng.integers(0, TOKENS, length))
 
 
 class Clock:
@@ -82,9 +70,6 @@ class Event:
 
     def synchronize(self) -> None:
         self._clock.wait(self._at)
-
-    def query(self) -> bool:
-        return self._at <= time.perf_counter()
 
 
 class ClockWorker(RhymeWorkerMethods):

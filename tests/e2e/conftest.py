@@ -219,8 +219,6 @@ def build_engine(small_model):
             settings["speculative_config"] = speculation(own, settings["speculative_config"]["num_speculative_tokens"])
         if draws:
             settings["additional_config"] = {"rhyme": {}}
-        if os.environ.get("RHYME_SYNC"):
-            settings["async_scheduling"] = False
         engine = LLM(model=str(model or small_model), **settings)
         if draws or history_dir is not None:
             assert set(engine.collective_rpc("install_sampler")) == {""}

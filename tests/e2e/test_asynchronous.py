@@ -127,7 +127,7 @@ def half_true(rng, requests):
             yield each.prompt[:4], text
 
 
-def run(engine, rng, waiting, aborts=0.0, resets=0.0):
+def run(engine, rng, waiting, aborts=0.0, resets=0.0, pauses=0.0):
     """Run requests that come at random; return their last outputs by name, and those that were aborted."""
     core, outputs, aborted = engine.llm_engine, {}, set()
     waiting, running = list(waiting), []
@@ -144,6 +144,13 @@ def run(engine, rng, waiting, aborts=0.0, resets=0.0):
             name = running.pop(rng.randrange(len(running)))
             core.abort_request([name])
             aborted.add(name)
+        if rng.random() < pauses:  # the step in flight ends meanwhile
+            core.engine_core.engine_core.pause_scheduler(mode="keep", clear_cache=False)
+            for output in core.step():
+                outputs[output.request_id] = output
+                if output.finished:
+                    running.remove(output.request_id)
+            core.engine_core.engine_core.resume_scheduler()
         if rng.random() < resets:
             assert engine.reset_prefix_cache(reset_running_requests=True)
     return outputs, aborted
@@ -160,29 +167,31 @@ def check(each, output, whole=True):
     assert np.allclose(logprobs, each.logprobs[: len(logprobs)], atol=2e-4), each
 
 
-def test_whatever_happens_to_requests_their_text_is_the_plain_engines(engine, expect, write_history):
+def test_whatever_happens_to_requests_their_text_is_the_plain_engines(engine, expect, write_history, monkeypatch):
     rng = random.Random(1)
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
     preempted, preempt = [], scheduler._preempt_request
-    scheduler._preempt_request = lambda request, at: (preempted.append(request.request_id), preempt(request, at))[1]
+    monkeypatch.setattr(
+        scheduler, "_preempt_request", lambda request, at: (preempted.append(request.request_id), preempt(request, at))
+    )
     before = engine.collective_rpc("draft_totals")[0]
     for world in range(examples(6, slow=200)):
         each = requests(rng, 40, f"w{world}")
         expect(each)
         write_history(engine.history_folder, list(half_true(rng, each)))
-        outputs, aborted = run(engine, rng, each, aborts=0.05, resets=0.05 * (world % 2))
+        outputs, aborted = run(engine, rng, each, aborts=0.05, resets=0.05 * (world % 2), pauses=0.1)
         for one in each:
             if one.name not in aborted:
                 check(one, outputs[one.name])
             elif one.name in outputs:
                 check(one, outputs[one.name], whole=False)
-        assert not runner_of(engine).requests or len(scheduler.requests) == 0
+        assert not scheduler.requests
+        assert len(runner_of(engine).rhyme_steps._over) <= len(runner_of(engine).requests)
     after = engine.collective_rpc("draft_totals")[0]
     assert after["errors"] == 0
     assert after["accepted"] - before["accepted"] > 200
     assert after["drafted"] - after["accepted"] > 200
     assert len(preempted) > 10, "the test must see preemptions"
-    del scheduler._preempt_request
 
 
 def test_a_response_goes_on_under_new_weights(engine, expect, write_history):
@@ -218,6 +227,21 @@ def test_a_response_goes_on_under_new_weights(engine, expect, write_history):
             check(one, outputs[one.name])
         for head, old in zip(heads, kept, strict=True):
             head.data.copy_(old)
+
+
+def test_the_last_response_ends_at_the_models_longest_text(engine, expect, write_history, monkeypatch):
+    """Its last step has been scheduled when it is known to end."""
+    monkeypatch.setattr(HistoryProposer, "wants_drafts", True)
+    for size in range(MODEL_LEN - 16, MODEL_LEN - 1):
+        [one] = each = [
+            Request(f"end-{size}", random.Random(9).choices(range(VOCABULARY), k=size), {"temperature": 1.0})
+        ]
+        one.settings["max_tokens"] = LONGEST
+        expect(each)
+        assert len(one.tokens) == MODEL_LEN - size
+        write_history(engine.history_folder, [(one.prompt[:4], one.tokens)])
+        outputs, _ = run(engine, random.Random(0), each)
+        check(one, outputs[one.name])
 
 
 def test_steps_without_drafts_reserve_nothing(engine, expect, write_history, monkeypatch):

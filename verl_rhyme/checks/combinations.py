@@ -36,6 +36,7 @@ from verl_rhyme.checks.predicates import (
     below_drafts,
     below_one_response,
     caches_states,
+    counts_no_states,
     differs_from,
     drafting_model,
     has_undrafted_layers,
@@ -207,6 +208,13 @@ TABLE = (
         with_drafts,
         "vLLM 0.24 would cache the states of recurrent layers while drafts change them",
         f"set {ROLLOUT}.enable_prefix_caching=false",
+        ("actor_rollout_ref.model.path",),
+    ),
+    Row(
+        (Option(f"{ENGINE}.async_scheduling", counts_no_states),),
+        with_drafts,
+        "with recurrent layers, a synchronous engine goes on wrongly with a request that sits out a step after drafts",
+        "drop the first option",
         ("actor_rollout_ref.model.path",),
     ),
     Row(

@@ -112,6 +112,10 @@ def caches_states(caching: Any, run: Run) -> bool:
     return bool(caching) and bool(recurrent.recurrent(_fields(run.value("actor_rollout_ref.model.path"))))
 
 
+def counts_no_states(ahead: bool | None, run: Run) -> bool:
+    return ahead is not None and not ahead and caches_states(True, run)
+
+
 def below_one_response(tokens: int, run: Run) -> bool:
     prompt, response = run.value(PROMPT), run.value(RESPONSE)
     return None not in (prompt, response) and tokens < int(prompt) + int(response)

@@ -111,8 +111,8 @@ def _compare(shape: Shape, as_json: bool) -> None:
     for reason in dict.fromkeys(row.reason for row in rows if isinstance(row, comparison.Refused)):
         print(f"not possible: {reason}")
     print(
-        "calculated from data sheets; not counted: vLLM's asynchronous scheduling and V2 model runner, which presets "
-        "turn off on a GPU (docs/choosing.md)"
+        "calculated from data sheets, with the measured host time of steps with drafts; not counted: vLLM's V2 model "
+        "runner, which presets turn off (docs/choosing.md)"
     )
     if best is None:
         print(f"\nno preset gains {comparison.WORTH - 1:.0%} over stock verl at its best: keep it")

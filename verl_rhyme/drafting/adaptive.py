@@ -70,9 +70,8 @@ class AdaptiveDrafter:
         self._steps = 0
         self._regrowing = 0  # requests with a previous text
         self.planned = False  # whether the last step was planned
-        self._model_wanted = (
-            bool(config.model) and not config.weigh_cost
-        )  # whether the model's own drafter is to draft, or is on trial
+        # Whether the model's own drafter is to draft, or is on trial.
+        self._model_wanted = bool(config.model) and not config.weigh_cost
         self._free = list(range(slots))[::-1]
         self._requests: dict[str, _Request] = {}
         self._batch: tuple[tuple[str, ...], np.ndarray] | None = None  # the last step's requests and their slots
@@ -140,14 +139,15 @@ class AdaptiveDrafter:
         # A step that waits without need takes another time than one without drafts.
         proposed, timed = chain > 0, done.seconds is not None and not done.waited
         weighing.keep_promise(rows, int(kept.sum()), timed)
-        if done.seconds is not None and timed:
+        if timed:
+            assert done.seconds is not None
             first = (planned, right) if kept.any() or not drafted.any() else None
             weighing.observe(
                 drafted, kept, own, first, self.planned, done.seconds, done.planning, done.prefilled, proposed
             )
         self._slots.verify_steps[batch.ids] += verified
         self._steps += 1
-        terms = weighing.terms(rows, budget, int(batch.limits.sum()), timed, proposed, done.ahead)
+        terms = weighing.terms(rows, budget, int(batch.limits.sum()), timed, proposed, done.next_launched)
         longest = max(1, min(int(batch.limits.max(initial=0)), self._config.max_tokens))
         plans = Plans(
             draft=np.empty((rows, longest), dtype=np.int32),
@@ -167,7 +167,7 @@ class AdaptiveDrafter:
             seconds = done.seconds - done.waited * weighing.cost.drafting(rows)
             weighing.promise(rows, proposed, seconds, int(drafted.sum()), int(granted.sum()), terms)
         if self._config.model:
-            self._model_wanted = weighing.wants_model(rows, self._slots.chain.shape[1], done.ahead)
+            self._model_wanted = weighing.waits_for_model(rows, self._slots.chain.shape[1], done.next_launched)
         self.reach, self.granted = plans.reach, granted
         self._threads.defer(partial(kernels.count, self._live.arrays.counts, sampled, spans))
         flat, ends = plans.draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
@@ -207,8 +207,8 @@ class AdaptiveDrafter:
         return limits
 
     @property
-    def rests(self) -> bool:
-        return self.weighing.rests and not self._model_wanted
+    def waits(self) -> bool:
+        return self.weighing.waits or self._model_wanted
 
     def proposes(self, rows: int) -> bool:
         return self.weighing.proposes(rows, self._slots.chain.shape[1])

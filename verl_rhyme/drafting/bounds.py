@@ -28,8 +28,9 @@ def logits_budget(vocab: int, rows: int, slots: int, memory: int, itemsize: int 
 def step_budget(step_tokens: int, rows: int, prompts_wait: bool) -> int:
     """Return the most draft tokens that leave room for a step's other tokens: half as many if ``prompts_wait``.
 
-    vLLM's scheduler gives a step's tokens to requests in the order in which they run, drafts included. Too many draft
-    tokens truncate the last drafts, leave the last requests without a token, and delay the prefill of prompts.
+    A synchronous scheduler gives a step's tokens to requests in the order in which they run, drafts included. Too many
+    draft tokens truncate the last drafts, leave the last requests without a token, and delay the prefill of prompts. In
+    an asynchronous engine prompts come first, and a plan for more tokens than they leave would be dropped.
     """
     room = max(0, step_tokens - rows)
     return room // 2 if prompts_wait else room
@@ -40,8 +41,11 @@ def request_limits(
 ) -> np.ndarray:
     """Return the most draft tokens of each request, int64[B]. A draft of K tokens can yield K + 1, which must all fit.
 
+    A text of ``max_model_len`` tokens ends with a token without a draft: only then an asynchronous scheduler knows that
+    no step follows.
+
     ``lengths`` are the tokens so far, ``generated`` those of the response, ``max_tokens`` the longest responses, int[B]
     each; ``cap`` is ``drafting.max_tokens``, at most vLLM's 128.
     """
-    room = np.minimum(max_tokens - generated, max_model_len - lengths).astype(np.int64) - 1
+    room = np.minimum(max_tokens - generated, max_model_len - 1 - lengths).astype(np.int64) - 1
     return np.maximum(0, np.minimum(room, min(cap, MAX_DRAFT_TOKENS)))

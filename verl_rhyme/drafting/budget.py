@@ -70,23 +70,25 @@ def lowest_profitable(prices: np.ndarray, rows: int) -> float:
     return _ROUNDING * float(prices[2] - prices[1]) * rows / float(prices[0])
 
 
-class Lead:
-    """Decides whether an engine begins steps before their drafts could be known: while waiting for drafts costs more.
+class Waiting:
+    """Decides whether steps wait for their drafts: while recent plans gained more than waits cost, on average.
 
     A step with drafts waits for the tokens of the step before, and the device waits for the host. Without that wait the
     next drafts come two steps late.
     """
 
-    #: Plans that are remembered, and least cost of a wait without drafts, in steps.
-    MEMORY, LEAST = 8, 0.02
+    #: Plans in the mean.
+    MEMORY = 8
+    #: Least cost of a wait that yields no drafts, in steps.
+    LEAST = 0.02
 
     def __init__(self) -> None:
         self._gain = 0.0  # mean of a wait, in steps
 
     def observe(self, gain: float, wait: float) -> bool:
-        """Take in what a plan's drafts gain, 0 without any, and what a wait costs, in steps; return the decision."""
+        """Take in what a plan's drafts gain, 0 without any, and what a wait costs, in steps; return whether to wait."""
         self._gain += ((gain or -max(wait, self.LEAST)) - self._gain) / self.MEMORY
-        return self._gain <= 0
+        return self._gain > 0
 
 
 class Rest:

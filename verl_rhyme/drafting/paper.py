@@ -8,7 +8,7 @@ import numpy as np
 
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import choice
-from verl_rhyme.drafting.budget import FREE, Lead, select_tokens
+from verl_rhyme.drafting.budget import FREE, Waiting, select_tokens
 from verl_rhyme.drafting.histories import Get, Histories, Release, keep
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.history import suffix_index
@@ -58,7 +58,7 @@ class PaperDrafter:
         self._vocabulary = vocabulary
         self._histories: Histories[_Request] = Histories(get, release)
         self._live: dict[str, _Request] = {}
-        self._lead, self.rests = Lead(), True
+        self._waiting, self.waits = Waiting(), False
 
     def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
         self._forget(request)
@@ -93,7 +93,7 @@ class PaperDrafter:
             reach = np.tile(1 / np.arange(1.0, lengths.max() + 1), (len(drafts), 1))  # one token each, in turn
             granted = select_tokens(reach, lengths, done.budget, FREE).tolist()
             drafts = [draft[:k] for draft, k in zip(drafts, granted, strict=True)]
-        self.rests = self._lead.observe(float(any(map(len, drafts))), 0.0)
+        self.waits = self._waiting.observe(float(any(map(len, drafts))), 0.0)
         return [draft.tolist() for draft in drafts]
 
     def proposes(self, rows: int) -> bool:

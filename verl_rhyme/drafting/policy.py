@@ -44,7 +44,7 @@ class DecodeStep:
     planning: float = 0.0  # seconds of the plan before it
     prefilled: int = 0  # prompt tokens that the step computed
     waited: bool = False  # whether it began after the tokens before it were known, and yet had no drafts
-    ahead: bool = False  # whether the next step has begun: it will have no drafts
+    next_launched: bool = False  # whether the next step has begun: it will have no drafts
     chains: np.ndarray | None = None  # int32[B, k], the model's drafts after the step; its time is part of ``seconds``
 
 
@@ -52,8 +52,8 @@ class DraftPolicy(Protocol):
     """Drafter for the live requests of one engine."""
 
     @property
-    def rests(self) -> bool:
-        """Whether the next steps may begin before their drafts could be known: waiting for drafts does not pay now."""
+    def waits(self) -> bool:
+        """Whether the next steps wait for the tokens before them, so that they can have drafts."""
         ...
 
     def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:

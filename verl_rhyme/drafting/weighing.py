@@ -10,13 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl_rhyme.drafting.budget import FREE, Lead, Proposals, Rest, lowest_profitable, select_tokens
+from verl_rhyme.drafting.budget import FREE, Proposals, Rest, Waiting, lowest_profitable, select_tokens
 from verl_rhyme.drafting.cost import WIDTHS, StepCost, width_of
 
 #: Longest interval between two experiments of a width, in its steps; the first are at 2, 4, 8, ... An experiment
 #: verifies more than is profitable (up to one token a row, or the longest draft if that is more), so that the price of
 #: drafting becomes and stays known.
 EXPLORE_EVERY = 128
+#: Steps after which a step with drafts that was asked for has come.
+_LATE = 4
 #: Share of the least value of granted tokens, where more were planned, from which the next step plans tokens.
 _MARGIN = 0.7
 #: Share of the time that may be lost by steps that omit profitable drafts.
@@ -42,12 +44,13 @@ class Weighing:
         self._explored = False  # whether the last step was an experiment
         self._experiments = 0
         self._due = 0  # draft tokens of an experiment that waits for a step with drafts
+        self._launched = 0  # steps that were launched without them meanwhile
+        self._ahead = False  # whether the last plan came too late for the next step
         self._omitting = False  # whether drafts are omitted until a step without them was timed
-        self._lead = Lead()
-        #: Rows and most draft tokens of the last plan, if it had more, and the least value of those.
-        self._cut: tuple[int, int] | None = None
-        self._least = 0.0
-        self.rests = True  # whether the next steps may begin before their drafts could be known
+        self._waiting = Waiting()
+        #: If the last plan had too many tokens: its rows, the most that it could grant, and the least value of those.
+        self._cut: tuple[int, int, float] | None = None
+        self.waits = False  # whether the next steps wait for the tokens before them, so that they can have drafts
         self._curious = False  # whether drafts would gain if they were cheap, and their price is not known
         self._owed = np.zeros(WIDTHS)  # loss by omitted drafts that is allowed, in steps
         #: Of the last plan: rows, whether the model drafted for it, and seconds of a step that verifies such drafts.
@@ -88,18 +91,21 @@ class Weighing:
             count, right = first
             gain = max(gain, row * right - (prices[count] - prices[0]))
             unknown = rows + count > self.cost.largest and (gain > 0 or not self._explored)
-            self._curious = unknown and self.rest.asleep(rows) and self.rest.pays(rows, row * right, row * rows)
+            rests = self.rest.asleep(rows) or self._ahead
+            self._curious = unknown and rests and self.rest.pays(rows, row * right, row * rows)
         if not self._explored or gain > 0:
             self.rest.observe(rows, planned, planning, float(gain), row * rows)
 
-    def terms(self, rows: int, budget: int, limit: int, timed: bool, proposed: bool, ahead: bool) -> Terms:
+    def terms(self, rows: int, budget: int, limit: int, timed: bool, proposed: bool, next_launched: bool) -> Terms:
         """Return the terms of the next step, of at most ``budget`` draft tokens, ``limit`` by the rows' own limits.
 
-        ``ahead``: that step has begun. Its drafts will be dropped, but an experiment waits for a step with drafts.
+        ``next_launched``: that step has begun. Its drafts will be dropped; an experiment waits for a step with drafts.
         """
         if not (self._enabled and self.cost.ready):
             return Terms(FREE, budget)
         most, more = min(budget, self.cost.room(rows)), self._due or (self._experiment(rows) if timed else 0)
+        if more and (next_launched or self._due):  # it costs a wait, whatever its size
+            most, more = min(budget, max(most, rows)), max(more, rows)
         prices = self.cost.prices(rows, min(most, limit))
         if proposed:  # the next step mostly ends with a proposal, too
             if not self.proposals.faster(rows) and not self._priced(rows):
@@ -107,8 +113,10 @@ class Weighing:
                 self.proposals.end_trial(rows)
                 prices = self.cost.prices(rows, most)
             prices = prices + self.cost.proposal(rows)
-        self._due = more if ahead else 0
-        self._explored = more > 0 and not ahead
+        self._ahead = next_launched
+        self._due = more if next_launched else 0
+        self._launched = self._launched + 1 if self._due else 0
+        self._explored = more > 0 and not next_launched
         return Terms(prices, most, more, weighed=True)
 
     def plans(self, rows: int, terms: Terms) -> bool:
@@ -119,7 +127,7 @@ class Weighing:
         """Return a lower bound of the value of the tokens that :meth:`grant` grants."""
         if terms.more or self.rest.asleep(rows):
             return 0.0
-        cut = _MARGIN * self._least if self._cut == (rows, terms.most) else 0.0
+        cut = _MARGIN * self._cut[2] if self._cut and self._cut[:2] == (rows, terms.most) else 0.0
         return max(cut, lowest_profitable(terms.prices, rows) if terms.weighed else 0.0)
 
     def grant(self, reach: np.ndarray, planned: np.ndarray, terms: Terms) -> np.ndarray:
@@ -128,25 +136,27 @@ class Weighing:
         self._cut = None
         if int(granted.sum()) == terms.most < int(planned.sum()):
             drafted = np.flatnonzero(granted)
-            self._cut, self._least = (len(planned), terms.most), float(reach[drafted, granted[drafted] - 1].min())
+            self._cut = len(planned), terms.most, float(reach[drafted, granted[drafted] - 1].min())
         if not terms.weighed:
-            self.rests = self._lead.observe(float(granted.any()), 0.0)
+            self.waits = self._waiting.observe(float(granted.any()), 0.0)
             return granted
         if terms.more:
             most = min(terms.most, int(granted.sum()) + terms.more)
             granted = self._tried(reach, planned, granted, most, terms.prices)
-            self.rests = not granted.any()
-            self._due = 0 if self.rests else self._due
+            if not granted.any():
+                self._due = 0
+            if self._due:  # one step is enough, and it comes a few steps late
+                self.waits = self._launched % _LATE == 1
             return granted
         size, rows = int(granted.sum()), len(granted)
         gain = 0.0
         if size:
             values = reach[np.arange(reach.shape[1]) < granted[:, None]].sum()
             gain = (1 + float(values) / rows) * terms.prices[0] / terms.prices[size] - 1
-        self.rests = self._lead.observe(gain, self.cost.drafting(rows) / terms.prices[0])
+        self.waits = self._waiting.observe(gain, self.cost.drafting(rows) / terms.prices[0])
         if size and self._omits(rows, gain):
             granted[:] = 0
-            self.rests = True
+            self.waits = False
         return granted
 
     def proposes(self, rows: int, longest: int) -> bool:
@@ -159,11 +169,11 @@ class Weighing:
             return bool((1 + longest) * prices[0] > prices[-1] + self.cost.proposal(rows))  # if all were accepted
         return wanted
 
-    def wants_model(self, rows: int, longest: int, ahead: bool) -> bool:
-        """Return whether steps are to wait for the model's drafter; ``ahead``: they do not now, and it cannot draft."""
+    def waits_for_model(self, rows: int, longest: int, next_launched: bool) -> bool:
+        """Return whether steps wait for the model's drafter; with ``next_launched`` they do not now."""
         if not self._enabled or self.proposals.faster(rows) or self.proposals.on_trial(rows):
             return True
-        return ahead and self.proposes(rows, longest)
+        return next_launched and self.proposes(rows, longest)
 
     def _priced(self, rows: int) -> bool:
         return 3 * rows <= 2 * self.cost.largest

@@ -8,8 +8,8 @@ vocabulary at the request's temperature, as verl's actor computes them, before a
 
 In vLLM's V1 model runner a row's ``num_tokens_no_spec`` counts prompt and sampled tokens, hence it is the position of
 the next token; while a prompt is prefilled in chunks, the draw is discarded. ``InputBatch.add_request`` sets it, and
-``_bookkeeping_sync`` advances it. Asynchronous scheduling with a model's drafts does not advance it, so that
-combination is refused.
+``_bookkeeping_sync`` advances it. In asynchronous engines of ours :mod:`.steps` corrects it for accepted drafts. vLLM's
+own asynchronous drafts leave it wrong, so that combination is refused.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ class ModelDrafter:
         self._wake, runner.post_kv_cache_wake_up = runner.post_kv_cache_wake_up, self._woken
 
     def _proposed(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> list[list[int]]:
-        # Under asynchronous scheduling, a step that may have drafts has a longest draft, and is followed by another.
+        # DraftScheduler sets it to 0 while steps are launched ahead: the next step could not have the drafts. Then an
+        # EAGLE head does not run, and a small model runs only to fill its cache.
         wanted = self._wanted() if scheduler_output.num_spec_tokens_to_schedule else 0
         self._requests, self._drafts = list(self._runner.input_batch.req_ids), None
         if wanted or self._runner.speculative_config.uses_draft_model():

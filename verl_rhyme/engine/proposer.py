@@ -59,7 +59,7 @@ class Sampled:
     chains: np.ndarray | None = None  # int32[B, k], drafts of the model's own drafter
     waited: bool = False  # whether it waited for the tokens of the step before, and yet had no drafts
     hidden: bool = False  # whether the host worked while the device did, and waited for these tokens
-    ahead: bool = False  # whether the next step has been launched: it has no drafts
+    next_launched: bool = False  # whether the next step has been launched: it has no drafts
 
 
 class HistoryProposer:
@@ -186,7 +186,7 @@ class HistoryProposer:
             return [[] for _ in step.requests]
         finally:
             self._known, self._busy = step.known, time.perf_counter() - step.known
-            self._seconds += 0.0 if step.ahead else self._busy
+            self._seconds += 0.0 if step.next_launched else self._busy
             self._steps += 1
             self._waiting += self._synchronous or step.waited or bool(step.drafted.any())
 
@@ -243,7 +243,7 @@ class HistoryProposer:
                 planning=0.0 if step.hidden else planning,
                 prefilled=step.prefilled,
                 waited=step.waited,
-                ahead=step.ahead,
+                next_launched=step.next_launched,
                 chains=step.chains,
             )
         )
@@ -258,7 +258,7 @@ class HistoryProposer:
     @property
     def wants_drafts(self) -> bool:
         """Whether the next steps are to wait for their drafts."""
-        return self._drafter is not None and not self._drafter.rests
+        return self._drafter is not None and self._drafter.waits
 
     def wants_model(self, rows: int) -> bool:
         """Return whether the model's own drafter is to draft after this step of ``rows`` requests."""

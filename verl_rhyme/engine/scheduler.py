@@ -1,4 +1,4 @@
-"""vLLM's asynchronous scheduler beside workers that plan the drafts.
+"""vLLM's asynchronous scheduler for workers that plan the drafts.
 
 vLLM's own schedules K placeholders a row ahead of drafts that it does not know: they take the step's token budget from
 prompts, whether or not drafts follow. This one schedules every decoding row with one token, as without speculation. A
@@ -27,23 +27,28 @@ class DraftScheduler(AsyncScheduler):
         config = config_tree.parse({"drafting": self.vllm_config.additional_config[FIELD]["drafting"]})
         assert config is not None
         self._longest = self.num_spec_tokens
-        self._drafts = self.num_lookahead_tokens > 0  # whether the workers want to draft: a model's drafter may
+        # Whether the workers want to draft: at first with a model's drafter, whose trial needs steps that wait.
+        self._drafts = self.num_lookahead_tokens > 0
         self._drafted: dict[str, int] = {}  # tokens of the latest drafts, by request
         self.num_lookahead_tokens: int
         if self.num_lookahead_tokens:  # the model's own drafter writes keys and values of its tokens
             self.num_lookahead_tokens = 2 * self._longest + config.drafting.model_tokens + 1
+        self._groups = len(self.kv_cache_config.kv_cache_groups)
         self._allocate = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_ahead  # type: ignore[method-assign]
 
     def _allocate_ahead(
         self, request: Any, num_new_tokens: int, *args: Any, num_lookahead_tokens: int = 0, **kwargs: Any
     ) -> Any:
-        """Reserve slots for drafts of this step and of the one in flight, if no running request needs the blocks."""
-        if self._drafts and not num_lookahead_tokens:
+        """Reserve slots for drafts of this step and of the one in flight, if no running request needs the blocks.
+
+        Blocks of a cache that comes from another engine (``delay_cache_blocks``) must be as many as there.
+        """
+        if self._drafts and not num_lookahead_tokens and not kwargs.get("delay_cache_blocks"):
             latest = self._drafted.get(request.request_id, 0)
             slots = min(2 * self._longest + 1, _FIRST + _GROWTH * latest)
             free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-            if free > len(self.running) + slots // self.block_size + 1:
+            if free > self._groups * (len(self.running) + slots // self.block_size + 1):
                 blocks = self._allocate(request, num_new_tokens, *args, num_lookahead_tokens=slots, **kwargs)
                 if blocks is not None:
                     return blocks

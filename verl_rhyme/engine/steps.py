@@ -5,7 +5,7 @@ a placeholder for each row. That is how steps without drafts run here, too. The 
 step runs. A step with drafts first lets vLLM update its batch. Then it waits for the tokens in flight, fills them in,
 plans drafts, and adds them to the scheduler's plan (:mod:`.translation`).
 
-The scheduler's plan tells whether a step drafts, so that all ranks do the same; the first rank's drafter asked for it
+The scheduler's plan says whether a step drafts, so that all ranks do the same; the first rank's drafter asked for it
 with the output of an earlier step.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
 from verl_rhyme.engine.proposer import HistoryProposer, Sampled
-from verl_rhyme.engine.translation import Bounds, Drafts, Report, add_drafts, has_ended, spread
+from verl_rhyme.engine.translation import Bounds, Report, add_drafts, has_ended, spread
 
 #: Seconds: a shorter wait for a step's tokens means that the device waited for the host.
 _AT_ONCE = 5e-5
@@ -36,6 +35,7 @@ _YIELD = 0.05
 class _InFlight:
     """A step whose tokens are not known yet, with the batch that it had: B rows."""
 
+    output: Any  # keeps the tokens on the device until they are copied
     tokens: Any  # int32[B, longest draft + 1] on the host, once ``copied``
     copied: Any  # event
     requests: list[str]
@@ -44,11 +44,14 @@ class _InFlight:
     prompts: np.ndarray  # int32[B], tokens of the prompt
     drafted: np.ndarray  # int64[B]
     prefilled: int  # prompt tokens that the step computes
-    ahead: bool  # whether it was launched before the tokens of the step before were known
+    launched_ahead: bool  # before the tokens of the step before were known
 
 
 class _Output(AsyncModelRunnerOutput):
-    """A step's output, which another thread makes: after the launch of the next step, if that waits for the tokens."""
+    """A step's output, which another thread makes: after the launch of the next step, if that waits for the tokens.
+
+    Both need Python's lock, and the device waits for the launch alone.
+    """
 
     def __init__(self, output: Any, steps: Steps) -> None:
         self._output, self._steps = output, steps
@@ -80,11 +83,11 @@ class Steps:
         caches = {number: group.kv_cache_spec for number, group in enumerate(runner.kv_cache_config.kv_cache_groups)}
         self._bounds = Bounds(
             step_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
-            model_len=runner.max_model_len,
             groups=tuple(number for number, cache in caches.items() if not isinstance(cache, MambaSpec)),
             ranks=runner.dcp_world_size,
             reserved=proposer.model_tokens,
         )
+        self._model_len = runner.max_model_len
         self._recurrent = len(self._bounds.groups) < len(caches)
         self._kept: dict[str, int] = {}  # tokens of a request's latest step, of recurrent layers
         self._in_flight: _InFlight | None = None
@@ -104,13 +107,12 @@ class Steps:
         self._waits = self._drafting or (flight is not None and bool(flight.drafted.any()))
         if flight is not None and cached.resumed_req_ids:  # the scheduler drops the tokens of a forced preemption
             flight.samples &= ~np.isin(flight.requests, list(cached.resumed_req_ids))
-        self._over -= scheduler_output.finished_req_ids
+        self._over -= scheduler_output.finished_req_ids | cached.resumed_req_ids
         if self._recurrent:
             for name in (*scheduler_output.finished_req_ids, *cached.resumed_req_ids):
                 self._kept.pop(name, None)
             here = runner.input_batch.req_id_to_index
             self._waits |= any(self._kept.get(name, 1) != 1 for name in cached.req_ids if name not in here)
-        runner.use_async_scheduling = True
         try:
             return self._execute(copy.copy(scheduler_output), *args, **kwargs)
         finally:
@@ -130,18 +132,11 @@ class Steps:
         runner, flight, self._in_flight = self._runner, self._in_flight, None
         batch, drafts = runner.input_batch, dict[str, list[int]]()
         if flight is not None:
-            drafts = dict(self._take_in(flight, ahead=False))
+            drafts = self._take_in(flight, next_launched=False)
             batch.prev_sampled_token_ids = batch.sampled_token_ids_cpu = batch.prev_req_id_to_index = None
         if self._recurrent:
             for name, row in batch.req_id_to_index.items():
                 batch.num_accepted_tokens_cpu[row] = self._kept.get(name, 1)
-        full = [
-            name
-            for name, row in batch.req_id_to_index.items()
-            if batch.num_tokens_no_spec[row] >= self._bounds.model_len
-        ]
-        if full:
-            self._leave_out(scheduler_output, full)
         if not self._drafting:
             return
         if self._ranks.world_size > 1:  # the first rank alone plans
@@ -150,17 +145,6 @@ class Steps:
         if scheduler_output.scheduled_spec_decode_tokens and runner.reorder_batch_threshold is not None:
             runner._may_reorder_batch(scheduler_output)
             batch.refresh_metadata()
-
-    def _leave_out(self, scheduler_output: Any, names: Iterable[str]) -> None:
-        """Leave out requests that have ended with the tokens in flight, at the longest text that the model knows."""
-        batch = self._runner.input_batch
-        scheduler_output.num_scheduled_tokens = dict(scheduler_output.num_scheduled_tokens)
-        for name in names:
-            scheduler_output.total_num_scheduled_tokens -= scheduler_output.num_scheduled_tokens.pop(name)
-            batch.remove_request(name)
-        batch.condense()
-        self._runner._may_reorder_batch(scheduler_output)
-        batch.refresh_metadata()
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         runner = self._runner
@@ -175,7 +159,7 @@ class Steps:
         before = self._in_flight
         self._in_flight = self._record(output, plan.total_num_scheduled_tokens, drafted)
         if before is not None:
-            self._take_in(before, ahead=True)
+            self._take_in(before, next_launched=True)
         report = Report(drafted, self._proposer.wants_drafts)
         setattr(output._model_runner_output, Report.FIELD, report)
         return _Output(output, self)
@@ -183,7 +167,8 @@ class Steps:
     def _booked(self, scheduler_output: Any, sampler_output: Any, *args: Any, **kwargs: Any) -> Any:
         batch = self._runner.input_batch
         if batch.prev_sampled_token_ids is None and scheduler_output.scheduled_spec_decode_tokens:
-            batch.prev_sampled_token_ids = sampler_output.sampled_token_ids  # not read: the next step waits
+            # vLLM expects one token a row unless it is set. Nothing reads it, because the next step waits.
+            batch.prev_sampled_token_ids = sampler_output.sampled_token_ids
         return self._book(scheduler_output, sampler_output, *args, **kwargs)
 
     def take_draft_token_ids(self) -> Any:
@@ -200,6 +185,7 @@ class Steps:
         samples = np.ones(rows, dtype=bool)
         samples[output._invalid_req_indices] = False
         return _InFlight(
+            output=output,
             tokens=output.sampled_token_ids_cpu,
             copied=output.async_copy_ready_event,
             requests=requests,
@@ -208,11 +194,14 @@ class Steps:
             prompts=batch.num_prompt_tokens[:rows].copy(),
             drafted=np.array([drafted.get(name, 0) for name in requests] if drafted else [0] * rows, dtype=np.int64),
             prefilled=computed - sum(drafted.values()) - int(samples.sum()),
-            ahead=not self._waits,
+            launched_ahead=not self._waits,
         )
 
-    def _take_in(self, step: _InFlight, ahead: bool) -> Drafts:
-        """Fill in a step's tokens and give them to the drafter; return its drafts. ``ahead``: the next step runs."""
+    def _take_in(self, step: _InFlight, next_launched: bool) -> dict[str, list[int]]:
+        """Fill in a step's tokens and give them to the drafter; return its drafts.
+
+        ``next_launched``: the next step runs already, and cannot have them.
+        """
         begun = time.perf_counter()
         step.copied.synchronize()
         known = time.perf_counter()
@@ -231,7 +220,7 @@ class Steps:
                 state.output_token_ids[place : place + 1] = new[:1]
             else:
                 state.output_token_ids[place:] = new[:count]
-                state.num_computed_tokens += count - 1
+                state.num_computed_tokens = state.num_prompt_tokens + place + count - 1
             if self._recurrent:
                 self._kept[name] = count
         at = np.flatnonzero((rows >= 0) & (counts > 0))
@@ -241,7 +230,7 @@ class Steps:
             at = np.array([i for i in at.tolist() if names[i] not in self._over], dtype=np.int64)
         ended = self._ended(step, at, lengths, tokens, counts)
         names = names if len(at) == len(names) else [names[i] for i in at.tolist()]
-        model = None if ahead else self._proposer.model_drafter
+        model = None if next_launched else self._proposer.model_drafter
         drafts = self._proposer.take_in(
             Sampled(
                 requests=names,
@@ -256,9 +245,9 @@ class Steps:
                 prefilled=step.prefilled,
                 chains=None if model is None else model.chains(names),
                 known=known,
-                waited=not step.ahead and not step.drafted.any(),
-                hidden=ahead and known - begun > _AT_ONCE,
-                ahead=ahead,
+                waited=not step.launched_ahead and not step.drafted.any(),
+                hidden=next_launched and known - begun > _AT_ONCE,
+                next_launched=next_launched,
             )
         )
         return dict(zip(names, drafts, strict=True))
@@ -279,7 +268,7 @@ class Steps:
             params = [self._runner.requests[name].sampling_params for name in names]
             self._limited = names
             longest = step.prompts[at] + np.array([each.max_tokens for each in params], dtype=np.int64)
-            self._longest = np.minimum(longest, self._bounds.model_len)
+            self._longest = np.minimum(longest, self._model_len)
             stops = {token for each in params for token in (each.eos_token_id, *(each.stop_token_ids or ()))}
             self._stops = np.array(sorted(stops - {None}), dtype=tokens.dtype)
         ending = lengths[at] >= self._longest
@@ -287,7 +276,7 @@ class Steps:
             ending |= np.isin(tokens[at], self._stops).any(axis=1)
         for k in np.flatnonzero(ending).tolist():
             i, name = at[k], names[k]
-            if has_ended(self._runner.requests[name], tokens[i, : counts[i]].tolist(), self._bounds.model_len):
+            if has_ended(self._runner.requests[name], tokens[i, : counts[i]].tolist(), self._model_len):
                 self._over.add(name)
             else:
                 ending[k] = False
@@ -305,4 +294,5 @@ def _fill(
     batch.token_ids_cpu[row, column] = tokens[np.repeat(steps, counts), spread(np.zeros_like(counts), counts)]
     batch.is_token_ids[row, column] = True
     batch.num_tokens_no_spec[rows] = begins + counts
-    batch.num_computed_tokens_cpu[rows] += counts.astype(np.int32) - 1
+    # Not added: after a pause the scheduler may have counted them already.
+    batch.num_computed_tokens_cpu[rows] = begins + counts - 1

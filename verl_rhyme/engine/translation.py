@@ -32,7 +32,6 @@ class Report:
 @dataclass(frozen=True, slots=True)
 class Bounds:
     step_tokens: int  # most tokens of a step
-    model_len: int  # most tokens of a request
     groups: tuple[int, ...]  # numbers of the attention layers' groups of KV caches
     ranks: int = 1  # that share a sequence
     reserved: int = 0  # slots of each row that the model's own drafter takes
@@ -83,11 +82,6 @@ def spread(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def has_ended(state: Any, new: Sequence[int], model_len: int) -> bool:
     """Return whether vLLM's scheduler ends a request after one of its ``new`` tokens; ``state``: with all of them."""
     params, count = state.sampling_params, len(state.output_token_ids)
-    stops = params.stop_token_ids or ()
-    if count < params.max_tokens and state.num_tokens < model_len:
-        eos = params.eos_token_id
-        if not any(token == eos or token in stops for token in new):
-            return False
     request = SimpleNamespace(pooling_params=None, sampling_params=params, max_tokens=params.max_tokens)
     for length in range(count - len(new) + 1, count + 1):
         request.output_token_ids, request.num_output_tokens = state.output_token_ids[:length], length

@@ -41,10 +41,11 @@ class RequestRecord:
     by_source: list[list[int]] = field(default_factory=lambda: [[0, 0] for _ in SOURCES])
     #: Errors of the engine's drafter since its last report; those of all requests are reported with one of them.
     draft_errors: int = 0
-    #: Time that the engine waited for drafts, its steps, and those of them that waited for the tokens of the step
-    #: before, all reported like ``draft_errors``.
+    #: Time that the engine waited for drafts; it and the next two are reported like ``draft_errors``.
     draft_seconds: float = 0.0
+    #: Steps of the engine.
     engine_steps: int = 0
+    #: Those of them that waited for the tokens of the step before.
     waiting_steps: int = 0
     #: Predicted response tokens of this request when it was sent; ``None`` without a prediction.
     predicted_tokens: int | None = None

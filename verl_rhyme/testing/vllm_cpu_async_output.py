@@ -14,9 +14,6 @@ class Done:
     def synchronize(self) -> None:
         return None
 
-    def query(self) -> bool:
-        return True
-
 
 def _on_the_host(
     original: Any,

@@ -69,6 +69,7 @@ CASES = [
     ("full", [f"{E}.logprobs_mode=raw_logprobs"]),
     ("full", [f"actor_rollout_ref.model.path={MODELS}/nemotron_h"]),
     ("full", [f"actor_rollout_ref.model.path={MODELS}/qwen3_next", f"{R}.enable_prefix_caching=true"]),
+    ("full", [f"actor_rollout_ref.model.path={MODELS}/qwen3_next", f"{E}.async_scheduling=false"]),
     ("sorted", [f"{R}.data_parallel_size=2"]),
     ("histospec", [LORA, f"{R}.max_num_seqs=256", f"{R}.max_num_batched_tokens=8192"]),
     ("full", [LORA, MERGED, SEPARATE, f"{BACKEND}=delta_sharded"]),

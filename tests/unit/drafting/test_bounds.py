@@ -45,6 +45,6 @@ def test_request_never_drafts_past_its_end():
         max_model_len=100,
         cap=32,
     )
-    assert limits.tolist() == [32, 2, 0, 4, 0, 0, 0]
+    assert limits.tolist() == [32, 2, 0, 3, 0, 0, 0]
     vllms = request_limits(np.array([0]), np.array([0]), np.array([10**6]), 10**6, 1000)
     assert vllms.tolist() == [128]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.drafting.budget import FREE, Lead, Rest, lowest_profitable, select_tokens
+from verl_rhyme.drafting.budget import FREE, Rest, Waiting, lowest_profitable, select_tokens
 
 CHEAP, DEAR = (8e-3, 1e-5, 0.0, 0.0), (1e-9, 1e-4, 1e-4, 0.0)
 
@@ -116,11 +116,11 @@ def test_a_pause_at_the_first_plan_of_a_width_counts_as_a_step():
     assert plans(rest, 16, 400, gain=5e-3)[200:].all()
 
 
-def test_an_engine_leads_while_waits_cost_more_than_drafts_gain():
-    lead = Lead()
-    assert lead.observe(0.0, 0.4), "nothing to wait for"
-    assert not [lead.observe(0.5, 0.4) for _ in range(8)][-1]
-    assert [lead.observe(0.0, 0.0) for _ in range(200)][-1], "a wait costs a little even where none was measured"
-    few = [lead.observe(0.5 if step % 8 == 0 else 0.0, 0.02) for step in range(200)]
-    assert not any(few[100:]), "a gain in every eighth step is more than eight cheap waits"
-    assert all([lead.observe(0.5 if step % 8 == 0 else 0.0, 0.4) for step in range(200)][108::8])
+def test_steps_wait_while_drafts_gain_more_than_waits_cost():
+    waiting = Waiting()
+    assert not waiting.observe(0.0, 0.4), "nothing to wait for"
+    assert [waiting.observe(0.5, 0.4) for _ in range(8)][-1]
+    assert not [waiting.observe(0.0, 0.0) for _ in range(200)][-1], "a wait costs a little where none was measured"
+    few = [waiting.observe(0.5 if step % 8 == 0 else 0.0, 0.02) for step in range(200)]
+    assert all(few[100:]), "a gain in every eighth step is more than eight cheap waits"
+    assert not any([waiting.observe(0.5 if step % 8 == 0 else 0.0, 0.4) for step in range(200)][108::8])

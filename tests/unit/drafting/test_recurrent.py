@@ -68,3 +68,5 @@ def test_loaded_layers_are_checked():
         check_layer("a.b", "MambaMixer2", "none")
     with pytest.raises(ConfigError, match="enable_prefix_caching=false"):
         check_layer("a.b", "QwenGatedDeltaNetAttention", "align")
+    with pytest.raises(ConfigError, match="has pipeline_parallel_size=2"):
+        check_layer("a.b", "QwenGatedDeltaNetAttention", "none", "pipeline_parallel_size=2")

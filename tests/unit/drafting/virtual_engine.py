@@ -93,8 +93,8 @@ class VirtualEngine:
         self._rng, self._slots, self._names = np.random.default_rng(seed), slots, count()
         self._model_rng = np.random.default_rng(seed)
         self._ended = False
-        #: Whether the drafter rested after the last steps. An asynchronous engine asks three steps before the step.
-        self._rests = deque([True] * 3, maxlen=3)
+        #: Whether steps were to wait, after the last steps. An asynchronous engine asks three steps before the step.
+        self._waits = deque([False] * 3, maxlen=3)
         self.log = Log()
 
     def run(self, lengths, steps=10**9):
@@ -142,7 +142,7 @@ class VirtualEngine:
             exposed = 0.0 if self.machine.wait is None or ahead else self.machine.wait
             self.log.seconds.append(seconds + exposed + planning)
             self.log.stock.append(self.machine.seconds(len(live), 0, prompt, text) * noise)
-            drafting = self.machine.wait is None or not self._rests[0]
+            drafting = self.machine.wait is None or self._waits[0]
             next_ahead = not drafting and not size
             done = DecodeStep(
                 requests=[names[row] for row in live.tolist()],
@@ -157,12 +157,12 @@ class VirtualEngine:
                 planning=planning,
                 prefilled=prompt,
                 waited=self.machine.wait is not None and not ahead and not size,
-                ahead=next_ahead,
+                next_launched=next_ahead,
                 chains=chains,
             )
             drafts = self.drafter.step(done)
             self._ended, ahead = True, next_ahead
-            self._rests.append(self.drafter.rests)
+            self._waits.append(self.drafter.waits)
             planning = self.machine.plan * self.drafter.planned * (not ahead)
             self.log.planned.append(self.drafter.planned)
             self._drafts = dict(zip(live.tolist(), drafts, strict=True))

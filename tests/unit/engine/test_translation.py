@@ -45,7 +45,7 @@ def plan_of(rows, prompt=0, **grammar):
 
 @settings(max_examples=60)
 @given(st.data())
-def test_drafts_stay_within_blocks_step_and_model(data):
+def test_drafts_stay_within_blocks_and_step(data):
     lengths = data.draw(st.lists(st.integers(2, LENGTH - 1), min_size=1, max_size=ROWS))
     rows = [(length, -(-length // BLOCK) + data.draw(st.integers(0, 3))) for length in lengths]
     drafts = {
@@ -58,7 +58,7 @@ def test_drafts_stay_within_blocks_step_and_model(data):
     (batch, states), plan = batch_of(rows), plan_of(rows, prompt)
     planned = dict(plan.num_scheduled_tokens)
     scheduled = plan.num_scheduled_tokens
-    add_drafts(plan, drafts, batch, states, Bounds(step, LENGTH, (0,), reserved=reserved))
+    add_drafts(plan, drafts, batch, states, Bounds(step, (0,), reserved=reserved))
     assert scheduled == planned, "the scheduler's own counts stay"
     room = step - sum(planned.values())
     for name, draft in drafts.items():
@@ -81,7 +81,7 @@ def test_rows_with_a_grammar_draft_only_if_their_masks_come_after_the_drafts():
     for pending, wanted in ((False, {"1": [5, 6]}), (True, {"0": [5, 6], "1": [5, 6]})):
         batch, states = batch_of(rows, grammar={0})
         plan = plan_of(rows, has_structured_output_requests=True, pending_structured_output_tokens=pending)
-        add_drafts(plan, {"0": [5, 6], "1": [5, 6]}, batch, states, Bounds(64, LENGTH, (0,)))
+        add_drafts(plan, {"0": [5, 6], "1": [5, 6]}, batch, states, Bounds(64, (0,)))
         assert plan.scheduled_spec_decode_tokens == wanted
 
 
