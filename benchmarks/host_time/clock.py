@@ -106,7 +106,10 @@ class ClockWorker(RhymeWorkerMethods):
             clock.timed(runner, "_build_attention_metadata", "attention")
 
     def set_clock(self, seconds: float) -> None:
-        clock = self.model_runner.clock
+        """Set the time of a forward pass; the drafter forgets the prices of another device."""
+        clock, drafter = self.model_runner.clock, getattr(self.model_runner, "drafter", None)
+        if drafter is not None and clock.seconds != seconds:
+            drafter._start()
         clock.seconds = seconds
         clock.steps.clear()
         clock.parts.clear()

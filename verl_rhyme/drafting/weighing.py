@@ -19,6 +19,8 @@ from verl_rhyme.drafting.cost import WIDTHS, StepCost, width_of
 EXPLORE_EVERY = 128
 #: Steps after which a step with drafts that was asked for has come.
 _LATE = 4
+#: Steps of a width after an experiment that did not verify more than others before.
+_UNLEARNT = 16
 #: Share of the least value of granted tokens, where more were planned, from which the next step plans tokens.
 _MARGIN = 0.7
 #: Share of the time that may be lost by steps that omit profitable drafts.
@@ -52,6 +54,7 @@ class Weighing:
         self._cut: tuple[int, int, float] | None = None
         self.waits = False  # whether the next steps wait for the tokens before them, so that they can have drafts
         self._curious = False  # whether drafts would gain if they were cheap, and their price is not known
+        self._again = 0  # steps of a width before it is tried again: the last one did not show it
         self._owed = np.zeros(WIDTHS)  # loss by omitted drafts that is allowed, in steps
         #: Of the last plan: rows, whether the model drafted for it, and seconds of a step that verifies such drafts.
         self._promised: tuple[int, bool, float] | None = None
@@ -81,7 +84,11 @@ class Weighing:
         proposed: bool,  # whether the model's drafter ran at its end
     ) -> None:
         rows, size = len(drafted), int(drafted.sum())
+        largest = self.cost.largest
         self.cost.observe(rows, size, seconds, prefilled, proposed)
+        if self._explored:
+            learnt = self.cost.largest > largest
+            self._again = 0 if learnt else int(self.cost.steps[width_of(rows)]) + _UNLEARNT
         self._omitting &= size > 0
         prices = self.cost.prices(rows, max(rows, size))
         row = float(prices[0]) / rows  # seconds of a token without drafts
@@ -92,7 +99,8 @@ class Weighing:
             gain = max(gain, row * right - (prices[count] - prices[0]))
             unknown = rows + count > self.cost.largest and (gain > 0 or not self._explored)
             rests = self.rest.asleep(rows) or self._ahead
-            self._curious = unknown and rests and self.rest.pays(rows, row * right, row * rows)
+            again = self.cost.steps[width_of(rows)] >= self._again
+            self._curious = unknown and rests and again and self.rest.pays(rows, row * right, row * rows)
         if not self._explored or gain > 0:
             self.rest.observe(rows, planned, planning, float(gain), row * rows)
 
