@@ -41,8 +41,11 @@ DTYPES = {"bfloat16": 2, "float16": 2, "fp8": 1}
 READ, COMPUTED, TRAINED = 0.75, 0.5, 0.35
 #: Operations a parameter and trained token: 6 of forward and backward, 2 of the old log-probabilities.
 TRAINING = 8
-#: Seconds of a step's launches, of its all-reduces for each doubling of the GPUs, and of drafting.
-_LAUNCHES, _REDUCES, _DRAFTING = 1.5e-3, 1e-3, 0.5e-3
+#: Seconds of a step's launches, and of its all-reduces for each doubling of the GPUs.
+_LAUNCHES, _REDUCES = 1.5e-3, 1e-3
+#: Seconds for which the device waits for the host in a step with drafts, and of each row in it: measured
+#: (``benchmarks.host_time``, steps of 14 ms, two cores).
+_DRAFTING, _WAITING = 2.1e-3, 15e-6
 #: Share of a GPU's memory that an engine takes.
 UTILIZATION = 0.8
 #: Bytes of an engine's share that activations and sampler take.
@@ -80,6 +83,7 @@ def replica(
         cached=cache / (READ * gpu.bandwidth),
         draft=token,
         drafting=_DRAFTING,
+        waiting=_WAITING,
     )
     room = (utilization * gpu.memory - weights - _ACTIVATIONS) / cache
     return ReplicaCost(step, prefill=token, slots=slots, room=max(1.0, room), gpus=tp)
