@@ -213,7 +213,7 @@ TABLE = (
     Row(
         (Option(f"{ENGINE}.async_scheduling", counts_no_states),),
         with_drafts,
-        "with recurrent layers, a synchronous engine goes on wrongly with a request that sits out a step after drafts",
+        "a synchronous engine continues recurrent layers wrongly after a skipped step",
         "drop the first option",
         ("actor_rollout_ref.model.path",),
     ),
