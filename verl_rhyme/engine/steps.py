@@ -125,7 +125,7 @@ class Steps:
             if scheduler_output.total_num_scheduled_tokens:
                 self.launched.clear()
             self._settle(scheduler_output)
-            self._runner.use_async_scheduling = False  # inputs come from the host
+            self._runner.use_async_scheduling = False  # recurrent layers take their counts from the host
 
     def _settle(self, scheduler_output: Any) -> None:
         """Wait for the tokens in flight, plan drafts and add them to the step."""
