@@ -42,9 +42,7 @@ SPEC_REVERIFIED = "rollout/spec/reverified_tokens"  # tokens: accepted, from bef
 SPEC_SOURCES = {source: [f"rollout/spec/{kind}/{source}" for kind in ("drafted", "accepted")] for source in SOURCES}
 SPEC_ERRORS = "rollout/spec/errors"  # count: failures of drafter and history; read the warning
 SPEC_DRAFT_S = "rollout/spec/draft_s"  # s: engines waited for drafts, summed; lower `drafting.max_tokens`
-SPEC_WAITING = (
-    "rollout/spec/waiting"  # share: engine steps that waited for the tokens of the step before; 0 while drafts rest
-)
+SPEC_WAITING = "rollout/spec/waiting"  # share: steps that waited for the tokens of the step before; 0 at rest
 SPEC_ALARM = "rollout/spec/alarm"  # 0, 1: the last 4096 draft tokens were all rejected; see troubleshooting
 ENTROPY = "rollout/entropy"  # nats: of the policy, by token; above 1 drafts gain little
 
