@@ -209,7 +209,7 @@ def settings_of(arm: str, folder: str, drafter: str | None = None) -> tuple[dict
     if arm == MODEL:
         return {"model": drafter, "num_speculative_tokens": 3}, {"async_scheduling": False}
     if arm.startswith(RHYME):
-        scheduling = {"async_scheduling": False} if arm == SYNCHRONOUS else {}
+        scheduling = {"async_scheduling": arm != SYNCHRONOUS}
         options = json.loads(arm.removeprefix(RHYME) or "{}") if arm not in (BOTH, SYNCHRONOUS) else {}
         options |= {"model": drafter} if arm == BOTH else {}
         drafting = {"max_tokens": LONGEST, **options}

@@ -15,6 +15,8 @@ from verl_rhyme.patches.core import Patch, around
 logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
 
 _SCHEDULER = "verl_rhyme.engine.scheduler.DraftScheduler"
+#: As in stock vLLM. There the host is the device, and no step can hide its work.
+_CPU = "a CPU as its device"
 
 
 def _schedule_ahead(original: Any, self: Any) -> None:
@@ -31,6 +33,8 @@ def _schedule_ahead(original: Any, self: Any) -> None:
     scheduler.async_scheduling = not reason
     if scheduler.async_scheduling and synchronised is None:  # as vLLM chooses it for an asynchronous engine
         self.parallel_config.disable_nccl_for_dp_synchronization = True
+    if reason == _CPU:
+        return
     if reason:
         logger.warning("verl-rhyme: this engine schedules synchronously, because it has %s", reason)
     elif self.speculative_config is not None:
@@ -39,11 +43,15 @@ def _schedule_ahead(original: Any, self: Any) -> None:
 
 def _obstacle(config: Any, chosen: bool | None) -> str:
     """Return the option for which an engine cannot schedule asynchronously; empty if it can."""
+    from vllm.platforms import current_platform
     from vllm.v1.executor.abstract import Executor
 
     scheduler, parallel = config.scheduler_config, config.parallel_config
     if chosen is False:
         return "async_scheduling=false"
+    hybrid = config.model_config is not None and config.model_config.is_hybrid  # needs it, to draft
+    if chosen is None and current_platform.is_cpu() and not hybrid:
+        return _CPU
     if scheduler.scheduler_cls not in (None, _SCHEDULER):
         return f"scheduler_cls={scheduler.scheduler_cls}"
     if parallel.pipeline_parallel_size > 1:

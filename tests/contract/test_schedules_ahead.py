@@ -29,6 +29,7 @@ def model(tmp_path_factory):
 def config(model, ours=True, drafts=True, **options):
     apply_vllm()
     if ours:
+        options.setdefault("async_scheduling", True)  # on a CPU
         options["additional_config"] = {FIELD: {"drafting": {}} if drafts else {}}
     if drafts:
         options["speculative_config"] = dict(PROPOSER)
