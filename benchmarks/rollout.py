@@ -209,15 +209,14 @@ def settings_of(arm: str, folder: str, drafter: str | None = None) -> tuple[dict
     if arm == MODEL:
         return {"model": drafter, "num_speculative_tokens": 3}, {"async_scheduling": False}
     if arm.startswith(RHYME):
-        scheduling = {"async_scheduling": arm != SYNCHRONOUS}
         options = json.loads(arm.removeprefix(RHYME) or "{}") if arm not in (BOTH, SYNCHRONOUS) else {}
         options |= {"model": drafter} if arm == BOTH else {}
         drafting = {"max_tokens": LONGEST, **options}
         extra = {"rhyme": {"drafting": drafting, "history_dir": folder, "namespace": NAMESPACE}}
         if arm == BOTH and drafter is not None:
             return speculation(drafter, LONGEST), {"additional_config": extra, "async_scheduling": False}
-        ours = {**custom, "model": "benchmarks.engine_worker.ReplayProposer"}
-        return ours, {"additional_config": extra, **scheduling}
+        replay = {**custom, "model": "benchmarks.engine_worker.ReplayProposer"}
+        return replay, {"additional_config": extra, "async_scheduling": arm != SYNCHRONOUS}
     return {**custom, "model": "benchmarks.engine_worker.OracleProposer"}, {}
 
 

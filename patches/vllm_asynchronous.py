@@ -15,7 +15,7 @@ from verl_rhyme.patches.core import Patch, around
 logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
 
 _SCHEDULER = "verl_rhyme.engine.scheduler.DraftScheduler"
-#: As in stock vLLM. There the host is the device, and no step can hide its work.
+#: As in stock vLLM: the host is the device, and no step hides its work.
 _CPU = "a CPU as its device"
 
 
@@ -33,31 +33,30 @@ def _schedule_ahead(original: Any, self: Any) -> None:
     scheduler.async_scheduling = not reason
     if scheduler.async_scheduling and synchronised is None:  # as vLLM chooses it for an asynchronous engine
         self.parallel_config.disable_nccl_for_dp_synchronization = True
-    if reason == _CPU:
-        return
     if reason:
-        logger.warning("verl-rhyme: this engine schedules synchronously, because it has %s", reason)
+        level = logging.INFO if reason == _CPU else logging.WARNING
+        logger.log(level, "verl-rhyme: this engine schedules synchronously, because it has %s", reason)
     elif self.speculative_config is not None:
         scheduler.scheduler_cls = _SCHEDULER
 
 
 def _obstacle(config: Any, chosen: bool | None) -> str:
-    """Return the option for which an engine cannot schedule asynchronously; empty if it can."""
+    """Return why an engine schedules synchronously; empty if it does not."""
     from vllm.platforms import current_platform
     from vllm.v1.executor.abstract import Executor
 
     scheduler, parallel = config.scheduler_config, config.parallel_config
     if chosen is False:
         return "async_scheduling=false"
-    hybrid = config.model_config is not None and config.model_config.is_hybrid  # needs it, to draft
-    if chosen is None and current_platform.is_cpu() and not hybrid:
-        return _CPU
     if scheduler.scheduler_cls not in (None, _SCHEDULER):
         return f"scheduler_cls={scheduler.scheduler_cls}"
     if parallel.pipeline_parallel_size > 1:
         return f"pipeline_parallel_size={parallel.pipeline_parallel_size}"
     if not Executor.get_class(config).supports_async_scheduling():
         return f"distributed_executor_backend={parallel.distributed_executor_backend}"
+    # Recurrent layers cannot draft in a synchronous engine.
+    if chosen is None and current_platform.is_cpu() and not (config.model_config and config.model_config.is_hybrid):
+        return _CPU
     return ""
 
 

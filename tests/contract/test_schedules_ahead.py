@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from vllm.config import ModelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -29,7 +30,6 @@ def model(tmp_path_factory):
 def config(model, ours=True, drafts=True, **options):
     apply_vllm()
     if ours:
-        options.setdefault("async_scheduling", True)  # on a CPU
         options["additional_config"] = {FIELD: {"drafting": {}} if drafts else {}}
     if drafts:
         options["speculative_config"] = dict(PROPOSER)
@@ -39,7 +39,7 @@ def config(model, ours=True, drafts=True, **options):
 
 @pytest.mark.parametrize("drafts", [True, False])
 def test_an_engine_of_ours_does(model, drafts):
-    made, scheduler = config(model, drafts=drafts)
+    made, scheduler = config(model, drafts=drafts, async_scheduling=True)
     assert scheduler.async_scheduling
     assert made.additional_config[FIELD]["synchronous"] == ""
     assert scheduler.get_scheduler_cls() is (DraftScheduler if drafts else AsyncScheduler)
@@ -59,6 +59,17 @@ def test_it_says_why_it_does_not(model, options, reason, caplog_vllm):
     assert scheduler.get_scheduler_cls() is not DraftScheduler
     assert made.additional_config[FIELD]["synchronous"].startswith(reason)
     assert f"because it has {reason}" in caplog_vllm.text
+
+
+def test_on_a_cpu_it_does_only_if_asked(model):
+    made, scheduler = config(model)
+    assert not scheduler.async_scheduling
+    assert made.additional_config[FIELD]["synchronous"] == "a CPU as its device"
+
+
+def test_on_a_cpu_recurrent_layers_need_it(model, monkeypatch):
+    monkeypatch.setattr(ModelConfig, "is_hybrid", True)
+    assert config(model)[1].async_scheduling
 
 
 def test_other_engines_are_vllms(model):

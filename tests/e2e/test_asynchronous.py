@@ -1,7 +1,7 @@
 """Asynchronous scheduling with drafts of ours: whatever happens to requests, their text is that of a plain engine.
 
 The noise of a draw depends on the request and the position alone. So a request's tokens and log-probabilities do not
-depend on drafts, on the rows beside it, or on the order of steps, and one plain, synchronous engine says what all are.
+depend on drafts, on the rows next to it, or on the order of steps. A plain, synchronous engine generates the same.
 """
 
 import random
