@@ -244,6 +244,25 @@ def test_the_last_response_ends_at_the_models_longest_text(engine, expect, write
         check(one, outputs[one.name])
 
 
+def test_steps_are_timed_where_their_tokens_are_noticed_alike(engine, write_history, monkeypatch):
+    """On a CPU the host never waits for tokens. It notices those of a step that the next one does not wait for a step
+    later, so that the step before a wait seems to take no time."""
+    proposer, seen = runner_of(engine).drafter, []
+    take_in = proposer.take_in
+    monkeypatch.setattr(
+        proposer, "take_in", lambda step: (seen.append((step.next_launched, step.timed)), take_in(step))[1]
+    )
+    write_history(engine.history_folder, [])
+    rng = random.Random(3)
+    run(
+        engine, rng, [Request(f"t-{i}", rng.choices(range(VOCABULARY), k=8), {"max_tokens": LONGEST}) for i in range(6)]
+    )
+    launched, timed = map(np.array, zip(*seen, strict=True))
+    alike = launched[1:] == launched[:-1]
+    assert 0 < alike.sum() < len(alike)
+    assert (timed[1:] == alike).mean() > 0.9, "all, unless another process took the core meanwhile"
+
+
 def test_steps_without_drafts_reserve_nothing(engine, expect, write_history, monkeypatch):
     """Neither slots of the cache nor tokens of a step; with drafts a request holds a block or two more."""
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler

@@ -57,6 +57,7 @@ class Sampled:
     ended: np.ndarray | None = None  # bool[B], requests that end with these tokens
     known: float = 0.0  # when the tokens were known, seconds of perf_counter
     chains: np.ndarray | None = None  # int32[B, k], drafts of the model's own drafter
+    timed: bool = True  # whether ``known``, less that of the step before, is the time of the step
     waited: bool = False  # whether it waited for the tokens of the step before, and yet had no drafts
     hidden: bool = False  # whether the host worked while the device did, and waited for these tokens
     next_launched: bool = False  # whether the next step has been launched: it has no drafts
@@ -217,7 +218,7 @@ class HistoryProposer:
         if not names:
             return []
         # Without a request of the step before, the engine was idle before the step. The first step has no price yet.
-        timed, first = known and bool(self._known), not self._known
+        timed, first = known and step.timed and bool(self._known), not self._known
         self._drafted += int(step.drafted.sum())
         self._accepted += int(step.accepted.sum())
         budget = self._budget(step.batch, len(names) < step.batch)

@@ -96,6 +96,8 @@ class Steps:
         self._limited: list[str] = []
         self._longest, self._stops = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         self._drafting = self._waits = False
+        #: Of the last tokens that were taken in: whether the next step had been launched, and the host waited for them.
+        self._noticed = False, False
         #: Clear from the end of a step that the next one waits for to that one's launch.
         self.launched = threading.Event()
         self.launched.set()
@@ -205,6 +207,9 @@ class Steps:
         begun = time.perf_counter()
         step.copied.synchronize()
         known = time.perf_counter()
+        # Tokens that the host waited for were known at once; others, as late in each step only of one kind.
+        now = next_launched, known - begun > _AT_ONCE
+        before, self._noticed = self._noticed, now
         runner, batch, names = self._runner, self._runner.input_batch, step.requests
         tokens, counts = step.tokens.numpy(), step.samples.astype(np.int64)
         if tokens.shape[1] > 1:
@@ -246,7 +251,8 @@ class Steps:
                 chains=None if model is None else model.chains(names),
                 known=known,
                 waited=not step.launched_ahead and not step.drafted.any(),
-                hidden=next_launched and known - begun > _AT_ONCE,
+                hidden=all(now),
+                timed=before == now or (before[1] and now[1]),
                 next_launched=next_launched,
             )
         )
