@@ -17,6 +17,10 @@ from verl_rhyme.drafting.cost import WIDTHS, StepCost, width_of
 #: verifies more than is profitable (up to one token a row, or the longest draft if that is more), so that the price of
 #: drafting becomes and stays known.
 EXPLORE_EVERY = 128
+#: Steps after which a step with drafts that was asked for has come.
+_LATE = 4
+#: Steps of a width after an experiment that did not verify more than others before.
+_UNLEARNT = 16
 #: Share of the least value of granted tokens, where more were planned, from which the next step plans tokens.
 _MARGIN = 0.7
 #: Share of the time that may be lost by steps that omit profitable drafts.
@@ -42,12 +46,15 @@ class Weighing:
         self._explored = False  # whether the last step was an experiment
         self._experiments = 0
         self._due = 0  # draft tokens of an experiment that waits for a step with drafts
+        self._launched = 0  # steps that were launched without them meanwhile
+        self._ahead = False  # whether the last plan came too late for the next step
         self._omitting = False  # whether drafts are omitted until a step without them was timed
         self._waiting = Waiting()
         #: If the last plan had too many tokens: its rows, the most that it could grant, and the least value of those.
         self._cut: tuple[int, int, float] | None = None
         self.waits = False  # whether the next steps wait for the tokens before them, so that they can have drafts
         self._curious = False  # whether drafts would gain if they were cheap, and their price is not known
+        self._again = 0  # steps of a width before it is tried again: the last one did not show it
         self._owed = np.zeros(WIDTHS)  # loss by omitted drafts that is allowed, in steps
         #: Of the last plan: rows, whether the model drafted for it, and seconds of a step that verifies such drafts.
         self._promised: tuple[int, bool, float] | None = None
@@ -77,7 +84,11 @@ class Weighing:
         proposed: bool,  # whether the model's drafter ran at its end
     ) -> None:
         rows, size = len(drafted), int(drafted.sum())
+        largest = self.cost.largest
         self.cost.observe(rows, size, seconds, prefilled, proposed)
+        if self._explored:
+            learnt = self.cost.largest > largest
+            self._again = 0 if learnt else int(self.cost.steps[width_of(rows)]) + _UNLEARNT
         self._omitting &= size > 0
         prices = self.cost.prices(rows, max(rows, size))
         row = float(prices[0]) / rows  # seconds of a token without drafts
@@ -87,7 +98,9 @@ class Weighing:
             count, right = first
             gain = max(gain, row * right - (prices[count] - prices[0]))
             unknown = rows + count > self.cost.largest and (gain > 0 or not self._explored)
-            self._curious = unknown and self.rest.asleep(rows) and self.rest.pays(rows, row * right, row * rows)
+            rests = self.rest.asleep(rows) or self._ahead
+            again = self.cost.steps[width_of(rows)] >= self._again
+            self._curious = unknown and rests and again and self.rest.pays(rows, row * right, row * rows)
         if not self._explored or gain > 0:
             self.rest.observe(rows, planned, planning, float(gain), row * rows)
 
@@ -99,6 +112,8 @@ class Weighing:
         if not (self._enabled and self.cost.ready):
             return Terms(FREE, budget)
         most, more = min(budget, self.cost.room(rows)), self._due or (self._experiment(rows) if timed else 0)
+        if more and (next_launched or self._due):  # it costs a wait, whatever its size
+            most, more = min(budget, max(most, rows)), max(more, rows)
         prices = self.cost.prices(rows, min(most, limit))
         if proposed:  # the next step mostly ends with a proposal, too
             if not self.proposals.faster(rows) and not self._priced(rows):
@@ -106,7 +121,9 @@ class Weighing:
                 self.proposals.end_trial(rows)
                 prices = self.cost.prices(rows, most)
             prices = prices + self.cost.proposal(rows)
+        self._ahead = next_launched
         self._due = more if next_launched else 0
+        self._launched = self._launched + 1 if self._due else 0
         self._explored = more > 0 and not next_launched
         return Terms(prices, most, more, weighed=True)
 
@@ -134,8 +151,10 @@ class Weighing:
         if terms.more:
             most = min(terms.most, int(granted.sum()) + terms.more)
             granted = self._tried(reach, planned, granted, most, terms.prices)
-            self.waits = bool(granted.any())
-            self._due = self._due if self.waits else 0
+            if not granted.any():
+                self._due = 0
+            if self._due:  # one step is enough, and it comes a few steps late
+                self.waits = self._launched % _LATE == 1
             return granted
         size, rows = int(granted.sum()), len(granted)
         gain = 0.0
