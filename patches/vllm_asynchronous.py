@@ -15,8 +15,6 @@ from verl_rhyme.patches.core import Patch, around
 logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
 
 _SCHEDULER = "verl_rhyme.engine.scheduler.DraftScheduler"
-#: As in stock vLLM: the host is the device, and no step hides its work.
-_CPU = "a CPU as its device"
 
 
 def _schedule_ahead(original: Any, self: Any) -> None:
@@ -34,15 +32,13 @@ def _schedule_ahead(original: Any, self: Any) -> None:
     if scheduler.async_scheduling and synchronised is None:  # as vLLM chooses it for an asynchronous engine
         self.parallel_config.disable_nccl_for_dp_synchronization = True
     if reason:
-        level = logging.INFO if reason == _CPU else logging.WARNING
-        logger.log(level, "verl-rhyme: this engine schedules synchronously, because it has %s", reason)
+        logger.warning("verl-rhyme: this engine schedules synchronously, because it has %s", reason)
     elif self.speculative_config is not None:
         scheduler.scheduler_cls = _SCHEDULER
 
 
 def _obstacle(config: Any, chosen: bool | None) -> str:
     """Return why an engine schedules synchronously; empty if it does not."""
-    from vllm.platforms import current_platform
     from vllm.v1.executor.abstract import Executor
 
     scheduler, parallel = config.scheduler_config, config.parallel_config
@@ -54,9 +50,6 @@ def _obstacle(config: Any, chosen: bool | None) -> str:
         return f"pipeline_parallel_size={parallel.pipeline_parallel_size}"
     if not Executor.get_class(config).supports_async_scheduling():
         return f"distributed_executor_backend={parallel.distributed_executor_backend}"
-    # Recurrent layers cannot draft in a synchronous engine.
-    if chosen is None and current_platform.is_cpu() and not (config.model_config and config.model_config.is_hybrid):
-        return _CPU
     return ""
 
 

@@ -169,13 +169,13 @@ class Engine:
 def _settings(kind: str, history: Path) -> dict[str, Any]:
     drafting = {"max_tokens": LONGEST, "max_batch_tokens": MOST, "wait_for_history": True}
     ours = {"drafting": drafting, "history_dir": str(history), "namespace": NAMESPACE}
-    ahead = {"additional_config": {"rhyme": {}}, "async_scheduling": True}  # on a CPU, as stock's is on a GPU
+    ahead = {"additional_config": {"rhyme": {}}}  # makes an engine asynchronous on a CPU, as stock's is on a GPU
     return {
         "stock": ahead,
         "stock synchronous": {"async_scheduling": False},
         "sampler": ahead,
         "before": {**DRAFTING, "additional_config": {"rhyme": ours}, "async_scheduling": False},
-        "now": {**DRAFTING, "additional_config": {"rhyme": ours}, "async_scheduling": True},
+        "now": {**DRAFTING, "additional_config": {"rhyme": ours}},
     }[kind]
 
 

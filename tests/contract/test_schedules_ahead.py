@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from vllm.config import ModelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -39,7 +38,7 @@ def config(model, ours=True, drafts=True, **options):
 
 @pytest.mark.parametrize("drafts", [True, False])
 def test_an_engine_of_ours_does(model, drafts):
-    made, scheduler = config(model, drafts=drafts, async_scheduling=True)
+    made, scheduler = config(model, drafts=drafts)
     assert scheduler.async_scheduling
     assert made.additional_config[FIELD]["synchronous"] == ""
     assert scheduler.get_scheduler_cls() is (DraftScheduler if drafts else AsyncScheduler)
@@ -59,17 +58,6 @@ def test_it_says_why_it_does_not(model, options, reason, caplog_vllm):
     assert scheduler.get_scheduler_cls() is not DraftScheduler
     assert made.additional_config[FIELD]["synchronous"].startswith(reason)
     assert f"because it has {reason}" in caplog_vllm.text
-
-
-def test_on_a_cpu_it_does_only_if_asked(model):
-    made, scheduler = config(model)
-    assert not scheduler.async_scheduling
-    assert made.additional_config[FIELD]["synchronous"] == "a CPU as its device"
-
-
-def test_on_a_cpu_recurrent_layers_need_it(model, monkeypatch):
-    monkeypatch.setattr(ModelConfig, "is_hybrid", True)
-    assert config(model)[1].async_scheduling
 
 
 def test_other_engines_are_vllms(model):

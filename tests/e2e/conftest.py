@@ -193,7 +193,6 @@ def build_engine(small_model):
             **options,
         }
         if history_dir is not None or draws:
-            settings.setdefault("async_scheduling", True)  # as on a GPU
             settings.setdefault("worker_cls", "workers.WithMethods")
             settings.setdefault("worker_extension_cls", "verl_rhyme.engine.extension.RhymeWorkerMethods")
         if history_dir is not None:
