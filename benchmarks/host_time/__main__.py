@@ -4,7 +4,7 @@
 
 vLLM's engine core, its worker process, the scheduler, the sampler and the drafter are real. The device is a clock
 (:mod:`benchmarks.host_time.clock`). Each arm has an engine of its own. In each round they run the same requests one
-after the other, in rotating order; an idle engine's processes are stopped. A step is the time from the end of the
+after the other, in rotating order. A step is the time from the end of the
 device's last step to the end of its own, in steps of all rows without prompts; drafts cost the device nothing.
 ``--parts`` shows what the device waits for in steps with drafts.
 """
@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import psutil
 import typer
 
 from benchmarks.host_time import PARTS, TEXT, TOKENS, text
@@ -50,6 +49,8 @@ LONGEST, MOST = 32, 256
 #: Probability that a token is that of the prompt's text, and responses of its history.
 FOLLOW, HISTORY = 0.85, 4
 NAMESPACE = "host_time"
+#: Seconds after which processes of an engine without requests no longer poll.
+IDLE = 1.5
 #: Steps of a run that are not counted.
 WARM_UP = 4
 
@@ -105,12 +106,11 @@ def write_history(folder: Path, groups: int) -> None:
 
 
 class Engine:
-    """An engine of one kind; its processes are stopped while it does not run."""
+    """An engine of one kind."""
 
     def __init__(self, kind: str, model: str, history: Path, slots: int, parts: bool) -> None:
         from vllm import LLM
 
-        others = _children()
         self._llm = LLM(
             model=model,
             dtype="float32",
@@ -128,22 +128,11 @@ class Engine:
         )
         self._llm.collective_rpc("start_clock", args=(kind in ("sampler", "before", "now"), LENGTH, parts))
         self._sent = 0
-        self._processes = _children() - others
-        self.stop()
-
-    def stop(self) -> None:
-        for process in self._processes:
-            os.kill(process, signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        for process in self._processes:
-            os.kill(process, signal.SIGCONT)
 
     def run(self, rows: int, seconds: float, repeats: bool) -> dict[str, Any]:
         """Generate ``rows`` responses together; ``seconds`` of a forward pass. Return figures of steady steps."""
         from vllm import SamplingParams
 
-        self.go_on()
         self._llm.collective_rpc("set_clock", args=(seconds,))
         engine = self._llm.llm_engine
         for row in range(rows):
@@ -162,7 +151,7 @@ class Engine:
         while engine.has_unfinished_requests():
             engine.step()
         steps, parts = self._llm.collective_rpc("clock_steps")[0]
-        self.stop()
+        time.sleep(IDLE)
         return figures(steps, parts, rows, repeats)
 
 
@@ -177,10 +166,6 @@ def _settings(kind: str, history: Path) -> dict[str, Any]:
         "before": {**DRAFTING, "additional_config": {"rhyme": ours}, "async_scheduling": False},
         "now": {**DRAFTING, "additional_config": {"rhyme": ours}},
     }[kind]
-
-
-def _children() -> set[int]:
-    return {each.pid for each in psutil.Process().children(recursive=True)}
 
 
 def figures(steps: list[Any], parts: list[Any], rows: int, repeats: bool) -> dict[str, Any]:
@@ -234,8 +219,6 @@ def main(
                 for each in arm:
                     show(each, width, milliseconds, runs[each], parts, json)
     finally:
-        for engine in engines.values():
-            engine.go_on()
         shutil.rmtree(folder, ignore_errors=True)
 
 
