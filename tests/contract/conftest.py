@@ -72,6 +72,7 @@ def forks(tmp_path_factory):
 @pytest.fixture
 def queue(monkeypatch):
     """TransferQueue: its controller and a storage unit, in threads of this process; they are Ray actors otherwise."""
+    import transfer_queue
     from omegaconf import OmegaConf
     from transfer_queue import interface
     from transfer_queue.controller import TransferQueueController
@@ -90,6 +91,8 @@ def queue(monkeypatch):
     config.controller.zmq_info = controller.get_zmq_server_info()
     config.backend.SimpleStorage.zmq_info = {"unit": unit.get_zmq_server_info()}
     monkeypatch.setattr(interface, "_TQ_CLIENT", None)
+    for module in (interface, transfer_queue):  # join() replaces it
+        monkeypatch.setattr(module, "async_kv_clear", module.async_kv_clear)
     interface._maybe_create_tq_client(config)
     monkeypatch.setattr(transferqueue_utils, "TQ_INITIALIZED", True)
     yield

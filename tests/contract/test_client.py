@@ -6,7 +6,7 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
@@ -41,6 +41,8 @@ class Actor:
         try:
             result = getattr(self.made, name)(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
+        except ActorUnavailableError:  # Ray's own
+            raise
         except Exception as error:
             raise RayTaskError(name, str(error), error).as_instanceof_cause() from error
 
@@ -63,6 +65,7 @@ class Server:
     - "well": Completes each response after two tokens.
     - "cut": Generates two tokens, and stops on an abort.
     - "slow": Never answers, and records the aborted requests.
+    - "cut off": The first answer is lost with the network.
     - "engine": Its engine is dead.
     - "bug": Lives and fails.
     """
@@ -76,6 +79,8 @@ class Server:
         if self.how == "bug":
             raise ValueError("no such option")
         self.asked.append(kwargs)
+        if self.how == "cut off" and len(self.asked) == 1:
+            raise ActorUnavailableError("the network", None)
         if self.how == "slow":
             await asyncio.sleep(3600)
         if self.how == "cut":
@@ -283,6 +288,19 @@ async def test_abandoned_call_leaves_no_request_behind():
         await asyncio.sleep(0)
     await asyncio.wait(acquiring)
     await asyncio.sleep(0.05)
+    assert router.get_total_inflight() == 0
+
+
+async def test_request_whose_answer_was_lost_is_aborted_before_the_next():
+    """It may still run, in a slot of the engine."""
+    server = Server("cut off")
+    router, client = routed(server=server)
+    records, _ = await sample(rhymed(client), 0)
+    first, aborted, second = server.asked
+    assert aborted == {"aborted": first["request_id"]}
+    assert second["request_id"] != first["request_id"]
+    assert len(records) == 1
+    await asyncio.sleep(0)
     assert router.get_total_inflight() == 0
 
 

@@ -78,14 +78,39 @@ def test_without_it_a_failed_request_ends_the_call(flaky):
 
 
 def test_all_requests_of_the_client_are_known():
-    """A new one of TransferQueue must be repeated, or not, by decision: these change more than they may twice."""
+    """A new one of TransferQueue must be repeated, or not, by decision: these change more than they may twice.
+    ``async_clear_samples`` is repeated with its caller (``kv_clear``), which looks its keys up again."""
     named = {name for name in dir(AsyncTransferQueueClient) if name.startswith("async_")}
     unused = {
         *("async_get_meta", "async_clear_partition", "async_get_partition_list", "async_reset_consumption"),
+        "async_clear_samples",
         *("async_get_consumption_status", "async_get_production_status", "async_load_controller_checkpoint"),
         *("async_check_consumption_status", "async_check_production_status", "async_load_storage_checkpoint"),
     }
     assert named - unused == set(module._REQUESTS)
+
+
+@pytest.mark.parametrize("partition", ["p", "q"])
+async def test_a_repeated_deletion_spares_the_next_owner_of_the_place(queue, monkeypatch, partition):
+    """The queue deletes a sample, its answer is lost, and a new sample gets the place before the next try."""
+    module.join()
+    client, deleted = tq.get_client(), []
+    delete = client._clear_meta_in_controller
+
+    async def first_answer_lost(metadata):
+        await delete(metadata)
+        deleted.extend(metadata.global_indexes)
+        if len(deleted) == 1:
+            await tq.async_kv_batch_put(keys=["new"], partition_id=partition, fields=rows(x=[[1], [2]])[1:])
+            raise RuntimeError("no answer")
+
+    monkeypatch.setattr(client, "_clear_meta_in_controller", first_answer_lost)
+    monkeypatch.setattr(waiting, "RETRIES_S", (0.001,))
+    await tq.async_kv_batch_put(keys=["old", "other"], partition_id="p", fields=rows(x=[[3], [4]]))
+    await tq.async_kv_clear(keys=["old"], partition_id="p")
+    assert (await client.async_kv_retrieve_meta(["new"], partition)).global_indexes == deleted
+    assert int((await tq.async_kv_batch_get(keys=["new"], partition_id=partition))["x"][0]) == 2
+    assert "old" not in (await tq.async_kv_list())["p"]
 
 
 async def test_missing_data_are_no_transient_error(flaky, caplog):

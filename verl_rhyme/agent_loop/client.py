@@ -100,6 +100,7 @@ class _Requests(LLMServerClient):
                 call.abort()  # else it keeps a slot of the engine
                 raise
             except ActorUnavailableError:  # the node or network is unreachable, perhaps for a while
+                call.abort()  # it may still run there
                 await asyncio.sleep(_AGAIN_S)
             except Exception as error:
                 if call.server is None or not is_death(error):  # without a server, the router died

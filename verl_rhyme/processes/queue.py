@@ -13,18 +13,21 @@ from functools import partial, wraps
 from typing import Any, TypeVar
 
 import ray
+import transfer_queue
 from transfer_queue import interface
 
 from verl_rhyme.processes.waiting import insist
 
 T = TypeVar("T")
 
-#: Requests of the client that may be repeated: all that ``tq.kv_*`` and verl's ``transferqueue_utils`` make.
+#: Requests of the client that may be repeated: with a deletion all that ``tq.kv_*`` and verl's ``transferqueue_utils``
+#: make. They read, or write again what they wrote, to places that keep their keys until a deletion.
 _REQUESTS = (
     *("async_kv_retrieve_meta", "async_kv_retrieve_keys", "async_kv_list", "async_put", "async_get_data"),
-    *("async_set_custom_meta", "async_clear_samples"),
-    *("async_save_controller_checkpoint", "async_save_storage_checkpoint"),
+    *("async_set_custom_meta", "async_save_controller_checkpoint", "async_save_storage_checkpoint"),
 )
+#: A deletion is repeated from the keys on: the place of one that was deleted may belong to a new key by then.
+_DELETION = "async_kv_clear"
 #: Errors that name missing or wrong data; TransferQueue wraps those of its processes in ``RuntimeError``.
 PERMANENT = (ValueError, TypeError, LookupError)
 _ONCE: ContextVar[bool] = ContextVar("verl_rhyme_queue_once", default=False)
@@ -40,6 +43,9 @@ def join() -> None:
         for name in _REQUESTS:
             setattr(client, name, repeated(getattr(client, name), f"TransferQueue ({name})"))
         client._bind_sync_methods()
+    if not hasattr(interface.async_kv_clear, "__wrapped__"):
+        for module in (interface, transfer_queue):
+            setattr(module, _DELETION, repeated(getattr(module, _DELETION), f"TransferQueue ({_DELETION})"))
 
 
 @contextmanager
