@@ -6,15 +6,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.workers.config import PolicyLossConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from tests.e2e.engine_steps import actor_config
 from verl_rhyme.actor.actor import StreamedActor, streamed
 from verl_rhyme.actor.streamed_update import BY_TOKENS, find_unsupported_engine_option
+from verl_rhyme.trainer.pipeline import RhymePipelineColocated
 from verl_rhyme.trainer.stages import GROUP_ESTIMATORS, STREAMED_LOSSES
 
 #: Those that divide by sequences whatever they are told, or rank the tokens of a micro-batch.
@@ -174,3 +180,48 @@ def test_an_update_of_ones_own_is_not_passed_over():
     assert why(DetachActorWorker, TrainingWorker) is None
     assert "update_actor overrides verl" in why(Mine, TrainingWorker)
     assert "train_batch overrides verl" in why(DetachActorWorker, MyTraining)
+
+
+def of_length(lengths, value):
+    rows = [torch.full((length,), value) for length in lengths]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "grpo_passk", "rloo", "opo", "gpg"])
+def test_padding_of_verl_takes_no_part_in_advantages(queue, estimator):
+    """verl gives all padding rows one prompt: a single one would end ``grpo_passk``, several have no number in ``opo``,
+    and ``gpg`` counts them."""
+    trainer = object.__new__(RhymePipelineColocated)
+    algorithm = {"adv_estimator": estimator, "gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False}
+    rollout = {"rollout": {"n": 3}}
+    trainer.config = OmegaConf.create({"algorithm": algorithm, "actor_rollout_ref": rollout})
+    lengths = [2, 4, 3, 1, 2, 5]
+    scores = of_length(lengths, 0.0)
+    for row, score in zip(scores.unbind(), [1.0, 0.0, 0.5, 0.0, 2.0, 1.0], strict=True):
+        row[-1] = score
+    fields = {
+        "uid": ["a"] * 3 + ["b"] * 3,
+        "prompts": of_length([2] * 6, 1),
+        "responses": of_length(lengths, 1),
+        "response_mask": of_length(lengths, 1),
+        "rm_scores": scores,
+        "old_log_probs": of_length(lengths, -1.0),
+        "rollout_log_probs": of_length(lengths, -1.0),
+    }
+    keys = [f"{uid}_{number}_0" for uid in "ab" for number in range(3)]
+    tags = [{"seq_len": 2 + length, "response_len": length} for length in lengths]
+    tq.kv_batch_put(keys=keys, partition_id="train", fields=TensorDict(fields, batch_size=6), tags=tags)
+    advantages = []
+    for multiple in (6, 7, 8):
+        batch = KVBatchMeta(partition_id="train", keys=list(keys), tags=list(tags))
+        batch = upsample_batch_to_divisible_size(batch, multiple, 0)
+        padding = {"old_log_probs": torch.zeros(multiple - 6, 1)}  # as the stages before leave it
+        if multiple > 6:
+            tq.kv_batch_put(batch.keys[6:], "train", fields=TensorDict(padding, batch_size=multiple - 6))
+        done = trainer._compute_advantage(batch, metrics={})
+        assert (done.keys, len(done.tags)) == (batch.keys, multiple)
+        rows = tq.kv_batch_get(done.keys, "train", select_fields=["advantages", "returns", "old_log_probs"])
+        advantages.append([row.tolist() for row in rows["advantages"].unbind()])
+        assert advantages[-1][:6] == advantages[0]
+        assert all(row == [0.0] for row in advantages[-1][6:])
+    assert any(value for row in advantages[0] for value in row)

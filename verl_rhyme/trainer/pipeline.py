@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import transfer_queue as tq
+from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -52,6 +53,9 @@ from verl_rhyme.trainer.stages import Stages
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, check_while_waiting
 
 logger = logging.getLogger(__name__)
+
+#: Fields that verl's ``_compute_advantage`` writes, of which training reads those that all rows of a batch have.
+_OF_ADVANTAGES = ("advantages", "returns", "token_level_rewards", "rollout_is_weights")
 
 
 class _PromptsInFlight(Observer):
@@ -153,6 +157,21 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         # Not the mixin's, which records, nor separate_async's, which copies the weights: here they are unchanged.
         return PPOTrainer._compute_old_log_prob(self, batch, metrics)
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """Compute advantages without verl's padding, whose rows have no tokens and one prompt: a single one would end
+        ``grpo_passk``, several would be NaN in ``opo``, and ``gpg`` counts them."""
+        rows = list(zip(batch.keys, batch.tags, strict=True))
+        padding = [key for key, tag in rows if tag.get("is_padding", False)]
+        if not padding:
+            return super()._compute_advantage(batch, metrics)
+        keys, tags = zip(*((key, tag) for key, tag in rows if not tag.get("is_padding", False)), strict=True)
+        real = KVBatchMeta(partition_id=batch.partition_id, keys=list(keys), tags=list(tags))
+        done = super()._compute_advantage(real, metrics)
+        zeros = {name: torch.zeros(len(padding), 1) for name in _OF_ADVANTAGES}
+        fields = TensorDict(zeros, batch_size=len(padding))
+        tq.kv_batch_put(keys=padding, partition_id=batch.partition_id, fields=fields)
+        return KVBatchMeta(partition_id=batch.partition_id, keys=batch.keys, tags=batch.tags, fields=done.fields)
 
     def _step_that_ended(self, timing_raw: dict) -> Step:
         return replace(
@@ -297,10 +316,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def _balance_batch(
         self, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
     ) -> Any:
-        ranks = self.actor_ranks  # balanced by length; verl's balancing would mix all lengths
-        batch = upsample_batch_to_divisible_size(
-            batch, self._get_required_batch_multiple(ranks), self.tokenizer.eos_token_id
-        )
+        ranks = self.actor_ranks  # balanced by length; verl's balancing would mix all lengths. Stages has padded it
         tokens = np.array([tag["seq_len"] for tag in batch.tags])
         mini_batch = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
         if len(tokens) % mini_batch or mini_batch % ranks:

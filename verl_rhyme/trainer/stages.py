@@ -97,6 +97,7 @@ class Stages:
     def _begin(self) -> None:
         self._done: set[str] = set()
         self._batches: list[KVBatchMeta] = []
+        self._padding: list[str] = []  # keys of verl's padding in them
         self._metrics = MetricsAggregator()
 
     def run_part(self, part: Part) -> None:
@@ -106,27 +107,26 @@ class Stages:
     def finish(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """Run the remaining trajectories of the collected batch, take the training step, and add the metrics. Return
         the trained batch, with verl's padding."""
-        early = len(self._done)
-        # The last part pads waiting batches (verl would pad with rows that no stage has run), so there must be one.
-        lacks_last = not self.updates and self._done >= set(batch.keys)
-        if lacks_last or not self._done <= set(batch.keys):
+        early, size = len(self._done), len(batch.keys)
+        # Only rows that have run the stages may pad the mini-batches: those of parts, or of a last one.
+        lacks_padding = self._done >= set(batch.keys) and self._missing_padding(size) > 0
+        if lacks_padding or not self._done <= set(batch.keys):
             logger.warning("the update batch differs from its parts; all its stages run again")
             if self.updates:
                 self._trainer.actor_rollout_wg.drop_update()
-            rows = (row for each in self._batches for row in zip(each.keys, each.tags, strict=True))
-            if padding := [key for key, tag in rows if tag.get("is_padding", False)]:
-                tq.kv_clear(keys=padding, partition_id=TRAIN)
+            _clear(self._padding)
             self._begin()
             early = 0
-        self._run(batch.keys, batch.tags, last=True)
-        whole = KVBatchMeta(
-            partition_id=TRAIN,
-            keys=[key for each in self._batches for key in each.keys],
-            tags=[tag for each in self._batches for tag in each.tags],
-        )
+        self._run(batch.keys, batch.tags, size)
+        # Further padding, of parts for their ranks, would be further mini-batches.
+        surplus = self._padding[len(self._padding) + self._missing_padding(size) :]
+        _clear(surplus)
+        rows = [row for each in self._batches for row in zip(each.keys, each.tags, strict=True)]
+        keys, tags = zip(*(row for row in rows if row[0] not in {*surplus}), strict=True)
+        whole = KVBatchMeta(partition_id=TRAIN, keys=list(keys), tags=list(tags))
         metrics.update(self._metrics.get_aggregated_metrics())
         if self._streams:
-            metrics[names.EARLY_SHARE] = early / max(1, len(batch.keys))
+            metrics[names.EARLY_SHARE] = early / max(1, size)
             metrics[names.PARTS] = len(self._batches)
         if self.updates:
             with marked_timer("update_actor", self._trainer.timing_raw, color="red"):
@@ -137,8 +137,9 @@ class Stages:
         self._begin()
         return whole
 
-    def _run(self, keys: Sequence[str], tags: Sequence[dict[str, Any]], last: bool = False) -> None:
-        """Run all stages that need only these trajectories, except trajectories that have run."""
+    def _run(self, keys: Sequence[str], tags: Sequence[dict[str, Any]], size: int | None = None) -> None:
+        """Run all stages that need only these trajectories, except trajectories that have run. ``size``: they are the
+        last ones of a batch of so many."""
         rows = [(key, tag) for key, tag in zip(keys, tags, strict=True) if key not in self._done]
         if not rows:
             return
@@ -152,7 +153,7 @@ class Stages:
         keys, tags = (list(column) for column in zip(*rows, strict=True))
         batch = KVBatchMeta(partition_id=TRAIN, keys=keys, tags=tags)
         batch.extra_info["temperature"] = rollout.temperature
-        batch = self._pad_and_balance(batch, last)
+        batch = self._pad_and_balance(batch, size)
         with marked_timer("old_log_prob", timing, color="blue"):
             batch = trainer._compute_old_log_prob(batch, metrics=of_tokens)
         trainer.load_prompts()
@@ -174,22 +175,31 @@ class Stages:
         self._metrics.add_step_metrics(of_tokens, sample_count=sum(tag["response_len"] for tag in tags))
         self._done |= set(keys)
         self._batches.append(batch)
+        self._padding += [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding", False)]
 
-    def _pad_and_balance(self, batch: KVBatchMeta, last: bool) -> KVBatchMeta:
-        """Pad the batch to a multiple for ranks and micro-batches, with the last part for mini-batches too; spread long
-        and short trajectories over the ranks."""
+    def _missing_padding(self, size: int) -> int:
+        """Return the padding that verl's mini-batches still need for a batch of ``size``; below 0: the surplus."""
+        if self.updates:
+            return 0
+        return -size % self._trainer._get_required_batch_multiple(self._trainer.actor_ranks) - len(self._padding)
+
+    def _pad_and_balance(self, batch: KVBatchMeta, size: int | None) -> KVBatchMeta:
+        """Pad the batch to a multiple for ranks and micro-batches, the last part with what mini-batches need too;
+        spread long and short trajectories over the ranks."""
         trainer = self._trainer
         ranks = trainer.actor_ranks
         config = trainer.config.actor_rollout_ref
         multiple = ranks * _in_turn(config) * math.lcm(*_micro_batches(config, trainer.use_reference_policy))
-        if last and not self.updates:
-            before = sum(len(each.keys) for each in self._batches)
-            whole = math.lcm(multiple, trainer._get_required_batch_multiple(ranks))
-            multiple = -(-(before + len(batch.keys)) // whole) * whole - before
-        batch = upsample_batch_to_divisible_size(batch, multiple, trainer.tokenizer.eos_token_id)
+        rows = len(batch.keys) + max(0, 0 if size is None else self._missing_padding(size))
+        batch = upsample_batch_to_divisible_size(batch, -(-rows // multiple) * multiple, trainer.tokenizer.eos_token_id)
         tokens = np.array([tag["seq_len"] for tag in batch.tags])
         batch.reorder(arrange(np.argsort(tokens, kind="stable"), tokens, ranks, len(tokens)).tolist())
         return batch
+
+
+def _clear(keys: list[str]) -> None:
+    if keys:
+        tq.kv_clear(keys=keys, partition_id=TRAIN)
 
 
 def _micro_batches(config: Any, reference: bool) -> Iterator[int]:

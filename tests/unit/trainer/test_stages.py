@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
+from transfer_queue import KVBatchMeta
 
 from verl_rhyme.actor.actor import PART
 from verl_rhyme.checks.preflight.compose import compose
@@ -100,7 +101,7 @@ def waiting(trainer):
 
 @pytest.fixture
 def multiples(monkeypatch):
-    """Multiples to which parts are padded."""
+    """Numbers of rows to which parts are padded."""
     seen = []
     monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: seen.append(m) or b)
     return seen
@@ -127,9 +128,9 @@ def test_parts_are_padded_for_ranks_micro_batches_and_an_interleaved_pipeline(tr
     config.actor.megatron.override_transformer_config = {"microbatch_group_size_per_vp_stage": 5}
     waiting.run_part(part("ij"))
     assert multiples == [2, 2 * 4, 2 * 12, 2 * 3 * 12, 2 * 5 * 12]
-    monkeypatch.setattr(Trainer, "_get_required_batch_multiple", lambda self, ranks: 7)
+    monkeypatch.setattr(Trainer, "_get_required_batch_multiple", lambda self, ranks: 133)
     waiting.finish(batch("abcdefghijkl"), {})
-    assert multiples[-1] == 7 * 2 * 5 * 12 - 10, "not a multiple of ranks, micro-batches and mini-batches"
+    assert multiples[-1] == 2 * 2 * 5 * 12, "not a multiple of ranks and micro-batches with the 121 of the mini-batches"
 
 
 def test_each_trajectory_runs_once(trainer, stages):
@@ -158,13 +159,42 @@ def test_batch_without_parts_or_rest(trainer, stages, early, share):
     assert trainer.actor_rollout_wg.called == ["finish", "finish"]
 
 
+@pytest.mark.parametrize(("rest", "padding"), [("mnop", 0), ("mno", 1), ("", 4), (None, 0)])
+def test_waiting_batch_keeps_no_more_padding_than_verl_would_add(trainer, waiting, monkeypatch, rest, padding):
+    """Padding of parts for ranks would otherwise be further mini-batches, with fewer trajectories in each."""
+    cleared, added = [], iter(range(1000))
+
+    def upsample(batch, multiple, eos):
+        more = -len(batch.keys) % multiple
+        keys = [*batch.keys, *(f"pad{next(added)}" for _ in range(more))]
+        tags = [*batch.tags, *([{"seq_len": 2, "response_len": 1, "is_padding": True}] * more)]
+        return KVBatchMeta(partition_id="train", keys=keys, tags=tags)
+
+    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", upsample)
+    monkeypatch.setattr(stages_module.tq, "kv_clear", lambda keys, partition_id: cleared.extend(keys))
+    monkeypatch.setattr(Trainer, "_get_required_batch_multiple", lambda self, ranks: 16)
+    trainer.actor_ranks = 4
+    if rest is not None:
+        waiting.run_part(part("abcdef"))
+        waiting.run_part(part("ghijkl"))
+    whole = waiting.finish(batch("abcdefghijkl" + ("mnop" if rest is None else rest)), {})
+    assert len(whole.keys) == len(whole.tags) == 16
+    assert sum(tag.get("is_padding", False) for tag in whole.tags) == padding
+    kept = {key for key in whole.keys if key.startswith("pad")}
+    ran = [{*keys} for stage, keys in trainer.stages if stage == "old_log_prob"]
+    assert {*whole.keys} <= set().union(*ran)
+    assert all(len(keys) % 4 == 0 for keys in ran)
+    assert {*cleared} == {key for keys in ran for key in keys if key.startswith("pad")} - kept
+    assert len(trainer.stages) == 2 * {None: 1, "": 2}.get(rest, 3), "a stage ran again"
+
+
 def test_waiting_batch_is_padded_though_its_parts_cover_all_of_it(trainer, waiting, monkeypatch, multiples):
     """verl's padding of the mini-batches would have no log-probs."""
     monkeypatch.setattr(Trainer, "_get_required_batch_multiple", lambda self, ranks: 6)
     waiting.run_part(part("ab"))
     waiting.run_part(part("cd"))
     assert sorted(waiting.finish(batch("abcd"), {}).keys) == list("abcd")
-    assert multiples == [1, 1, 6]
+    assert multiples == [2, 2, 6]
     assert [stage for stage, _ in trainer.stages] == STAGES[:2] * 3, "more than the stages before gradients"
     assert trainer.loaded >= 3, "a filter may drop groups during the stages of a part, which take minutes"
     assert trainer.actor_rollout_wg.called == []
