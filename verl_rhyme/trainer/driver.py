@@ -47,9 +47,11 @@ class Driver:
         self.reopened = 0  # number of times
         self.wait_s = 0.0  # of the trainer, for the last batch
 
-    def open(self, workers: list[Any], state: dict[str, Any] | None, version: int) -> None:
-        """Open the coordinator; ``state`` is from a checkpoint, or ``None``."""
-        self._workers, self._state, self._version = workers, state, version
+    def open(self, workers: list[Any], state: dict[str, Any] | None, version: int, batches_left: int) -> None:
+        """Open the coordinator for the rest of a run, as :meth:`publish`; ``state`` is from a checkpoint, or
+        ``None``."""
+        self._workers, self._state = workers, state
+        self._version, self._batches_left = version, batches_left
         if state is not None:
             self._generation = state.get("generation", 0)
             if lengths := state.get("lengths"):

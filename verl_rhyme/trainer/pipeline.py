@@ -235,7 +235,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         self.topology.prepare(self.rules)
         self._driver = Driver(setting, self._fetch_prompts, self.agent_loop_manager.replace_workers)
         version, workers = self.global_steps - 1, self.agent_loop_manager.agent_loop_workers
-        self._driver.open(workers, self._in_flight.state, version)
+        self._driver.open(workers, self._in_flight.state, version, self.total_training_steps - version)
         for observer in self.observers:
             observer.on_train_begin(self._driver)
         self._publish(version)

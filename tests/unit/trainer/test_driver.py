@@ -53,7 +53,7 @@ def driver(monkeypatch):
 def test_coordinator_is_reopened_with_its_state_and_starts_nothing(driver):
     """While the actor trains the engines sleep; only publish() and next_batch() let samples start."""
     made, actor = driver(dies={4})
-    made.open(["w"], None, version=2)
+    made.open(["w"], None, 2, 5)
     made.publish(2, 5)
     made.pause()
     assert [method for method, _ in actor.calls] == ["open", "publish", "add_prompts", "pause", "open", "pause"]
@@ -65,7 +65,7 @@ def test_coordinator_is_reopened_with_its_state_and_starts_nothing(driver):
 
 def test_checkpoint_and_reopened_coordinator_have_all_lengths_that_were_sent_by_change(driver, caplog):
     made, actor = driver(dies={3})
-    made.open([], None, version=0)
+    made.open([], None, 0, 5)
     saved = made.state()
     made.pause()
     again = Expectations(100)
@@ -73,15 +73,16 @@ def test_checkpoint_and_reopened_coordinator_have_all_lengths_that_were_sent_by_
         again.load_state_dict(state)
         assert again.predictor.forecast(["key"]).expected.tolist() == [9]
     resumed, actor = driver(dies=())
-    resumed.open([], saved, version=1)
+    resumed.open([], saved, 1, 5)
     assert actor.calls[0][1][2].lengths == saved["lengths"]
-    resumed.open([], {"lengths": {"torn": 1}}, version=1)
+    assert actor.calls[0][1][2].batches_left == 5, "a run without steps left has no round for prompts that are put off"
+    resumed.open([], {"lengths": {"torn": 1}}, 1, 5)
     assert "the response lengths in the checkpoint cannot be read (KeyError" in caplog.text
 
 
 def test_call_that_always_kills_the_coordinator_ends_the_run(driver):
     made, _ = driver(dies=range(2, 100, 2))
-    made.open([], None, version=0)
+    made.open([], None, 0, 5)
     with pytest.raises(RuntimeError, match=r"8 times in one call \(state\).* continues from the last checkpoint"):
         made.state()
 
@@ -89,7 +90,7 @@ def test_call_that_always_kills_the_coordinator_ends_the_run(driver):
 def test_slow_start_of_the_coordinator_is_awaited(driver, monkeypatch):
     """Ray fails calls to an actor that is still starting."""
     made, actor = driver(dies=range(2, 60))
-    made.open([], None, version=0)
+    made.open([], None, 0, 5)
     assert made.state()["generation"] == 7
     assert made.reopened == 1
     monkeypatch.setattr(module, "_START_S", -1.0)

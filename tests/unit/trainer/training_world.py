@@ -195,7 +195,9 @@ class World:
         self.spares._set(self.rollout_replicas)
         self.topology = (topology.Separate if self.separate else topology.Colocated)(self)
         self.driver = Driver(self.setting, self.load, self.make_workers)
-        self.driver.open(self.make_workers(), state, version=step)
+        self.driver.open(self.make_workers(), state, step, STEPS - step)
+        if state is not None:
+            assert put_off(self.driver.state()) == put_off(state), "a resume forgets which prompts are put off"
         if self.elastic:
             self.scaler = ElasticReplicas(ElasticConfig(1), self, self.weights.config, self.spares)
             self.scaler.on_train_begin(self.driver)
@@ -709,6 +711,11 @@ def install(world, monkeypatch):
     monkeypatch.setattr(replicas, "watched", lambda replicas: contextlib.nullcontext({}))
     monkeypatch.setattr(driver_module.coordinator, "start", lambda name=None: world.coordinator)
     monkeypatch.setattr(coordinator, "add_log_handler", lambda: None)
+
+
+def put_off(state):
+    """Return the prompts of a state that are put off."""
+    return [prompt["uid"] for prompt in state["ledger"]["prompts"] if prompt["put_off"]]
 
 
 def most_entries(rules):
