@@ -6,6 +6,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from verl_rhyme.drafting.bounds import engine_tokens
 from verl_rhyme.engine.scheduler import DraftScheduler
 from verl_rhyme.patches import apply_vllm
 from verl_rhyme.processes.request import FIELD
@@ -75,3 +76,14 @@ def caplog_vllm(caplog):
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
+
+
+def test_adapters_need_room_for_drafts_of_all_requests(model):
+    """vLLM's arguments ask for more than a step holds; :func:`engine_tokens` gives them what they ask for."""
+    sizes = {"enable_lora": True, "max_num_seqs": 8, "max_num_batched_tokens": 40, "max_model_len": 32}
+    assert PROPOSER["num_speculative_tokens"] == engine_tokens(
+        32, recurrent=False, adapters=True, slots=8, step_tokens=40
+    )
+    config(model, **sizes)
+    with pytest.raises(ValueError, match="Consider increasing max_num_batched_tokens"):
+        config(model, **{**sizes, "max_num_batched_tokens": 39})

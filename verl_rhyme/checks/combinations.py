@@ -35,7 +35,6 @@ from verl_rhyme.checks.predicates import (
     adapters_in_engines,
     below_drafts,
     below_one_response,
-    caches_states,
     counts_no_states,
     differs_from,
     drafting_model,
@@ -204,13 +203,6 @@ TABLE = (
         recurrent.REMEDY,
     ),
     Row(
-        (Option(f"{ROLLOUT}.enable_prefix_caching", caches_states),),
-        with_drafts,
-        "vLLM 0.24 would cache the states of recurrent layers while drafts change them",
-        f"set {ROLLOUT}.enable_prefix_caching=false",
-        ("actor_rollout_ref.model.path",),
-    ),
-    Row(
         (Option(f"{ENGINE}.async_scheduling", counts_no_states),),
         with_drafts,
         "a synchronous engine continues recurrent layers wrongly after a skipped step",
@@ -227,10 +219,9 @@ TABLE = (
     Row(
         (Option(f"{ROLLOUT}.max_num_batched_tokens", below_drafts),),
         lambda run: run.drafting and adapters_in_engines(run),
-        "vLLM with LoRA adapters needs room for the draft tokens of all its requests in one step: "
-        "max_num_seqs * (drafting.max_tokens + 1)",
-        f"set {MERGE}=true, raise the first option, or lower one of the others",
-        (SLOTS, "rhyme.drafting.max_tokens", MERGE),
+        "vLLM with LoRA adapters needs room for a token and a draft token of each request in one step",
+        f"set {MERGE}=true, raise the first option to twice the second, or lower the second",
+        (SLOTS, MERGE),
     ),
     Row(
         (Option(BACKEND, lambda backend, run: backend == "delta_sharded"),),

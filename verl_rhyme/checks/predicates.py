@@ -108,12 +108,9 @@ def has_undrafted_layers(path: Any, run: Run) -> bool:
     return bool(recurrent.undrafted(_fields(path)))
 
 
-def caches_states(caching: Any, run: Run) -> bool:
-    return bool(caching) and bool(recurrent.recurrent(_fields(run.value("actor_rollout_ref.model.path"))))
-
-
 def counts_no_states(ahead: bool | None, run: Run) -> bool:
-    return ahead is not None and not ahead and caches_states(True, run)
+    fields = _fields(run.value("actor_rollout_ref.model.path"))
+    return ahead is not None and not ahead and bool(recurrent.recurrent(fields))
 
 
 def below_one_response(tokens: int, run: Run) -> bool:
@@ -158,5 +155,4 @@ def adapters_in_engines(run: Run) -> bool:
 
 
 def below_drafts(tokens: int | None, run: Run) -> bool:
-    assert run.rhyme is not None
-    return int(tokens or 0) < int(run.value(SLOTS) or 0) * (run.rhyme.drafting.max_tokens + 1)
+    return int(tokens or 0) < 2 * int(run.value(SLOTS) or 0)

@@ -26,7 +26,11 @@ def of_config(config: Any, rhyme: RhymeConfig | None) -> Rules | None:
         separate=TOPOLOGIES.get(str(OmegaConf.select(config, "trainer.v1.trainer_mode"))) == "separate",
         batch_prompts=int(OmegaConf.select(config, "data.train_batch_size") or 1),
         samples=int(OmegaConf.select(config, f"{rollout}.n") or 1),
-        unit=trained_unit(rhyme.scheduling.unit, str(OmegaConf.select(config, "algorithm.adv_estimator"))),
+        unit=trained_unit(
+            rhyme.scheduling.unit,
+            str(OmegaConf.select(config, "algorithm.adv_estimator")),
+            bool(OmegaConf.select(config, "algorithm.filter_groups.enable")),
+        ),
         relayed=backend(str(OmegaConf.select(config, f"{rollout}.checkpoint_engine.backend"))).one_by_one,
         drafts=rhyme.drafting.enable and rhyme.drafting.policy == "adaptive",
     )

@@ -58,7 +58,7 @@ class SchedulingConfig:
     unit: Literal["group", "trajectory"] | None = option(
         None,
         "Unit of a training batch: group keeps a prompt's samples together, trajectory does not. null: chosen by "
-        "algorithm.adv_estimator.",
+        "algorithm.adv_estimator and filter_groups.",
     )
     order: float | None = option(
         None,
@@ -132,6 +132,7 @@ def training_order(order: float | None, mini_batches: int, loss_agg_mode: str, l
     return 0.0 if by_own_tokens or by_own_longest else 1.0
 
 
-def trained_unit(unit: str | None, estimator: str) -> Literal["group", "trajectory"]:
-    """Return ``scheduling.unit``, or its default for an ``algorithm.adv_estimator``."""
-    return "trajectory" if unit == "trajectory" or (unit is None and estimator in SINGLE_ESTIMATORS) else "group"
+def trained_unit(unit: str | None, estimator: str, filters: bool) -> Literal["group", "trajectory"]:
+    """Return ``scheduling.unit``, or its default for ``algorithm.adv_estimator`` and ``filter_groups.enable``."""
+    alone = estimator in SINGLE_ESTIMATORS and not filters if unit is None else unit == "trajectory"
+    return "trajectory" if alone else "group"

@@ -9,6 +9,19 @@ from __future__ import annotations
 import numpy as np
 
 from verl_rhyme.config import MAX_DRAFT_TOKENS
+from verl_rhyme.drafting.recurrent import MAX_TOKENS
+
+
+def engine_tokens(wanted: int, *, recurrent: bool, adapters: bool, slots: int, step_tokens: int) -> int:
+    """Return the most draft tokens that an engine gives a request in a step; 0: it cannot draft.
+
+    ``wanted``: ``drafting.max_tokens``. ``recurrent``: whether the model has recurrent layers. With LoRA ``adapters``
+    vLLM 0.24 starts only if that many tokens of each of ``slots`` (``max_num_seqs``) requests fit into a step of
+    ``step_tokens`` (``max_num_batched_tokens``; ``EngineArgs.create_engine_config``). No step needs it: its tables of
+    adapters hold the tokens of a step, drafts among them.
+    """
+    longest = min(wanted, MAX_TOKENS) if recurrent else wanted
+    return max(0, min(longest, step_tokens // slots - 1)) if adapters else longest
 
 
 def logits_budget(vocab: int, rows: int, slots: int, memory: int, itemsize: int = 2, ranks: int = 1) -> int:

@@ -21,6 +21,11 @@ REASON = (
     "accepted drafts in vLLM 0.24"
 )
 REMEDY = f"set {CONFIG_PATH}.drafting.enable=false; everything else works with such models"
+#: What is done about prefix caching, verl's default, and why.
+UNCACHED = (
+    "prefix caching is off in the engines, because vLLM 0.24 would cache the states of recurrent layers while drafts "
+    "change them: agents with several turns prefill their context again in each turn"
+)
 
 #: ``model_type`` and ``architectures`` of recurrent families; a test compares them with vLLM's registry.
 _NAMES = re.compile(
@@ -55,11 +60,6 @@ def undrafted(config: Mapping[str, Any]) -> str:
     """Return :func:`recurrent` of a model that drafts would be wrong for, else an empty string."""
     families = [config.get("model_type"), *(config.get("architectures") or ())]
     return "" if all(_DRAFTED.match(str(family)) for family in families) else recurrent(config)
-
-
-def draft_tokens(wanted: int) -> int:
-    """Return ``drafting.max_tokens`` of a model with recurrent layers."""
-    return min(wanted, MAX_TOKENS)
 
 
 def _signs(config: Mapping[str, Any]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import time
@@ -21,6 +22,7 @@ from verl_rhyme import patches
 from verl_rhyme.config import config_tree
 from verl_rhyme.config.presets import POLICY_LOGPROBS
 from verl_rhyme.drafting import recurrent
+from verl_rhyme.drafting.bounds import engine_tokens
 from verl_rhyme.engine import cuda_graphs, earlier_text, sampler, weight_socket
 from verl_rhyme.engine.gate import Gate
 from verl_rhyme.engine.model_drafter import speculation
@@ -30,6 +32,8 @@ from verl_rhyme.history_writer.history_service import tokenizer_namespace
 from verl_rhyme.history_writer.history_writer import node_history_dir
 from verl_rhyme.processes.request import DIED, FIELD, RequestMeta, RequestRecord
 from verl_rhyme.sampling.continuation import continued_options
+
+logger = logging.getLogger(__name__)
 
 #: Seconds between two checks whether an engine that does not answer is alive.
 _HEALTH_POLL_S = 1.0
@@ -93,9 +97,17 @@ class RhymeHttpServer(vLLMHttpServer):
         # The driver may not have the model's config.json; an error here is shorter than the engine's.
         fields = self.model_config.hf_config.to_dict()
         recurrent.refuse(recurrent.undrafted(fields))
-        drafting = self._rhyme.to_dict()["drafting"]
-        if recurrent.recurrent(fields):
-            drafting["max_tokens"] = recurrent.draft_tokens(drafting["max_tokens"])
+        hybrid, drafting = bool(recurrent.recurrent(fields)), self._rhyme.to_dict()["drafting"]
+        drafting["max_tokens"] = engine_tokens(
+            drafting["max_tokens"],
+            recurrent=hybrid,
+            adapters=self.lora_as_adapter,
+            slots=self.config.max_num_seqs,
+            step_tokens=self.config.max_num_batched_tokens,
+        )
+        if hybrid and self.config.enable_prefix_caching:
+            engine_kwargs["enable_prefix_caching"] = False
+            logger.warning(recurrent.UNCACHED)
         if self._mtp:
             drafting["model"], drafting["model_tokens"] = "mtp", self.config.mtp.num_speculative_tokens
         assert self._rhyme.history.dir is not None, "the trainer sets history.dir before any worker starts"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.configs import ROOT, verl_config
+from tests.unit.configs import ROOT, composed, verl_config
 from verl_rhyme.checks import combinations, predicates
 from verl_rhyme.checks.doctor import Check
 from verl_rhyme.checks.rules import of_config
@@ -68,10 +68,9 @@ CASES = [
     ("sorted", [f"{E}.scheduling_policy=fcfs"]),
     ("full", [f"{E}.logprobs_mode=raw_logprobs"]),
     ("full", [f"actor_rollout_ref.model.path={MODELS}/nemotron_h"]),
-    ("full", [f"actor_rollout_ref.model.path={MODELS}/qwen3_next", f"{R}.enable_prefix_caching=true"]),
     ("full", [f"actor_rollout_ref.model.path={MODELS}/qwen3_next", f"{E}.async_scheduling=false"]),
     ("sorted", [f"{R}.data_parallel_size=2"]),
-    ("histospec", [LORA, f"{R}.max_num_seqs=256", f"{R}.max_num_batched_tokens=8192"]),
+    ("histospec", [LORA, f"{R}.max_num_seqs=256", f"{R}.max_num_batched_tokens=511"]),
     ("full", [LORA, MERGED, SEPARATE, f"{BACKEND}=delta_sharded"]),
     ("full", [f"{STRATEGY}=megatron", LORA, MERGED]),
     ("histospec", [f"{STRATEGY}=fsdp", "actor_rollout_ref.model.lora.rank=8"]),
@@ -137,6 +136,16 @@ def test_every_preset_works_in_every_trainer_mode_at_every_staleness(preset: str
     assert refused(verl_config(preset, f"trainer.v1.trainer_mode={mode}", f"{K}={stale}")) == []
 
 
+@pytest.mark.parametrize("preset", ["histospec", *PIPELINES])
+def test_verls_defaults_need_no_further_override(preset: str) -> None:
+    """Each of these in one more option of verl: adapters, filtered groups, MTP layers that draft, hybrids."""
+    mtp = [f"{R}.mtp.enable=true", f"{R}.mtp.enable_rollout=true"]
+    hybrid, filtered = f"actor_rollout_ref.model.path={MODELS}/qwen3_next", "algorithm.filter_groups.enable=true"
+    for changes in ([], [LORA], [filtered], mtp, [hybrid], [SEPARATE, LORA, filtered]):
+        config = composed(f"+rhyme={preset}", f"{R}.name=vllm", *changes)
+        assert refused(config) == [], changes
+
+
 @pytest.mark.parametrize(
     ("preset", "changes"),
     [
@@ -170,11 +179,12 @@ def test_every_preset_works_in_every_trainer_mode_at_every_staleness(preset: str
         ("full", [f"{LOSS}=bypass_mode", f"{OWN}.loss_type=ppo_clip"]),
         ("full", [f"{CONFIG_PATH}.scheduling.at_version=regenerate", f"{R}.enable_rollout_routing_replay=true"]),
         ("full", [SEPARATE, ELASTIC, f"{CONFIG_PATH}.scheduling.at_version=finish"]),
-        # LoRA: merged, as separate engines get it; or with room for drafts
+        # LoRA: merged, as separate engines get it; or with room for a draft token
         ("histospec", [LORA, MERGED]),
         ("full", [LORA, SEPARATE, f"{STRATEGY}=fsdp2"]),
         ("full", ["actor_rollout_ref.model.lora.rank=8", SEPARATE, f"{STRATEGY}=megatron"]),
-        ("full", [LORA, f"{R}.max_num_seqs=64", f"{R}.max_num_batched_tokens=2112"]),
+        ("full", [LORA, f"{R}.max_num_seqs=256", f"{R}.max_num_batched_tokens=512"]),
+        ("histospec", [f"actor_rollout_ref.model.path={MODELS}/qwen3_next", f"{R}.enable_prefix_caching=true"]),
         ("histospec", [LORA, NO_DRAFTS]),
         ("full", [f"{CONFIG_PATH}.placement.policy=null", "data.gen_batch_size=1"]),
         ("full", ["actor_rollout_ref.model.path=no/folder"]),
@@ -237,8 +247,8 @@ def test_an_engine_option_is_found_in_every_spelling_of_its_name() -> None:
     ("changes", "is_refused"),
     [
         (["algorithm.adv_estimator=gae"], False),
-        (["algorithm.adv_estimator=gae", "algorithm.filter_groups.enable=true"], True),
-        (["algorithm.adv_estimator=gae", "algorithm.filter_groups.enable=true", "unit=group"], False),
+        (["algorithm.adv_estimator=gae", "algorithm.filter_groups.enable=true"], False),
+        (["algorithm.adv_estimator=gae", "algorithm.filter_groups.enable=true", "unit=trajectory"], True),
         (["algorithm.adv_estimator=rloo", "unit=trajectory"], True),
     ],
 )

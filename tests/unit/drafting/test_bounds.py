@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_rhyme.config import DraftingConfig
-from verl_rhyme.drafting.bounds import logits_budget, request_limits, step_budget
+from verl_rhyme.drafting.bounds import engine_tokens, logits_budget, request_limits, step_budget
 
 MEMORY = DraftingConfig().logits_memory
 sizes = {"vocab": st.integers(1, 300_000), "rows": st.integers(1, 1024), "memory": st.integers(0, 16 << 30)}
@@ -48,3 +48,17 @@ def test_request_never_drafts_past_its_end():
     assert limits.tolist() == [32, 2, 0, 3, 0, 0, 0]
     vllms = request_limits(np.array([0]), np.array([0]), np.array([10**6]), 10**6, 1000)
     assert vllms.tolist() == [128]
+
+
+@given(wanted=st.integers(1, 128), slots=st.integers(1, 1024), step=st.integers(1, 20_000))
+def test_adapters_take_the_longest_drafts_that_vllm_starts_with(wanted, slots, step):
+    tokens = engine_tokens(wanted, recurrent=False, adapters=True, slots=slots, step_tokens=step)
+    assert not tokens or slots * (tokens + 1) <= step
+    assert tokens == wanted or slots * (tokens + 2) > step
+    assert engine_tokens(wanted, recurrent=False, adapters=False, slots=slots, step_tokens=step) == wanted
+
+
+def test_at_verls_sizes_adapters_take_one_token_and_recurrent_layers_most():
+    sizes = {"slots": 256, "step_tokens": 8192}
+    assert engine_tokens(32, recurrent=False, adapters=True, **sizes) == 31
+    assert [engine_tokens(wanted, recurrent=True, adapters=True, **sizes) for wanted in (32, 2)] == [4, 2]

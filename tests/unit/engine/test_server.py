@@ -293,13 +293,17 @@ async def test_engine_that_loads_weights_is_healthy(server, monkeypatch):
 # ---- engine options ----
 
 
-def options(server, model_type, drafting, mode="processed_logprobs", given=(), **rhyme):
+def options(server, model_type, drafting, mode="processed_logprobs", given=(), lora=0, **rhyme):
     """Return ``engine_kwargs`` as the server completes them."""
     server._rhyme = config_tree.parse({"drafting": {"enable": drafting}, "history": {"dir": "/history"}, **rhyme})
     sizes = {"cudagraph_capture_sizes": None, "max_num_seqs": 8, "max_num_batched_tokens": 256}
-    server.config = SimpleNamespace(checkpoint_engine=None, logprobs_mode=mode, mtp=None, **sizes)
+    server.config = SimpleNamespace(
+        checkpoint_engine=None, logprobs_mode=mode, mtp=None, enable_prefix_caching=True, **sizes
+    )
     tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0}, name_or_path="t")
-    server.model_config = SimpleNamespace(hf_config=CONFIG_MAPPING[model_type](), tokenizer=tokenizer)
+    server.model_config = SimpleNamespace(
+        hf_config=CONFIG_MAPPING[model_type](), tokenizer=tokenizer, lora_rank=lora, lora={}
+    )
     engine_kwargs = dict(given)
     server._preprocess_engine_kwargs(engine_kwargs)
     return engine_kwargs
@@ -328,3 +332,18 @@ def test_server_drafts_by_the_models_layers(server):
     hybrid = options(server, "qwen3_next", drafting=True)
     assert hybrid["speculative_config"]["num_speculative_tokens"] == 4
     assert hybrid["additional_config"][FIELD]["drafting"]["max_tokens"] == 4
+
+
+def test_server_turns_off_what_drafts_do_not_go_with(server, caplog):
+    """verl's default is prefix caching; with adapters, 8 x 33 tokens are more than the 256 of a step."""
+    hybrid = options(server, "qwen3_5", drafting=True)
+    assert hybrid["enable_prefix_caching"] is False
+    [line] = [record.message for record in caplog.records]
+    assert "prefix caching is off" in line
+    assert "prefill their context again" in line
+    assert "enable_prefix_caching" not in options(server, "qwen3_5", drafting=False)
+    assert "enable_prefix_caching" not in options(server, "qwen3", drafting=True)
+    adapters = options(server, "qwen3", drafting=True, lora=8)
+    assert adapters["speculative_config"]["num_speculative_tokens"] == 31
+    assert adapters["additional_config"][FIELD]["drafting"]["max_tokens"] == 31
+    assert len(caplog.records) == 1

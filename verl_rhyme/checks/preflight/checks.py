@@ -51,7 +51,7 @@ def examine(
     values.check(config)
     machine = detect_machine()
     model_check, fields, model = machine_checks.model(config)
-    plan = read(config, fields.get("max_position_embeddings"))
+    plan = read(config, fields)
     memory = machine.host_bytes if plan.device == "cpu" else machine.gpu_bytes
     found = estimate(model, plan, memory) if model else None
     checks = [
@@ -63,6 +63,7 @@ def examine(
         *config_checks.batches(config, plan),
         *config_checks.load(config, plan),
         *config_checks.rollout(config, plan),
+        *config_checks.drafts(config, plan, fields),
         *run_folder.check(config, notes),
         *run_folder.resume(config),
     ]

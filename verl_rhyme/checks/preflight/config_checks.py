@@ -10,11 +10,13 @@ from omegaconf import OmegaConf
 
 from verl_rhyme.checks import combinations
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check
+from verl_rhyme.checks.predicates import MERGE
 from verl_rhyme.checks.preflight import values
 from verl_rhyme.checks.preflight.plan import Plan, sequence_tokens
-from verl_rhyme.config import ConfigError, RhymeConfig, config_tree, training_order
+from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree, training_order
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
 from verl_rhyme.config.run_name import run_name
+from verl_rhyme.drafting import recurrent
 from verl_rhyme.planning.architecture import Architecture
 from verl_rhyme.router import router_file
 from verl_rhyme.weights import BACKEND as RELAY
@@ -196,3 +198,20 @@ def rollout(config: Any, plan: Plan) -> Iterator[Check]:
         detail = f"max_num_batched_tokens={budget} leaves no room for draft tokens with max_num_seqs={requests}"
         yield Check("rollout", WARN, detail, f"raise {_R}.max_num_batched_tokens above {2 * requests}")
     yield from _report("rollout", problems, f"{serving.max_model_len} tokens per request, {budget} per step")
+
+
+def drafts(config: Any, plan: Plan, fields: Mapping[str, Any]) -> Iterator[Check]:
+    """Report what the engines change for drafts; ``fields`` are those of the model's ``config.json``."""
+    if plan.rhyme is None or not plan.rhyme.drafting.enable or recurrent.undrafted(fields):
+        return
+    rollout, wanted, hybrid = plan.rollout, plan.rhyme.drafting.max_tokens, bool(recurrent.recurrent(fields))
+    if hybrid and config.actor_rollout_ref.rollout.enable_prefix_caching:
+        remedy = f"none needed for single turns; {CONFIG_PATH}.drafting.enable=false keeps prefix caching"
+        yield Check("drafts", WARN, recurrent.UNCACHED, remedy)
+    if rollout.draft_tokens < (min(wanted, recurrent.MAX_TOKENS) if hybrid else wanted):
+        detail = (
+            f"at most {rollout.draft_tokens} tokens, not drafting.max_tokens={wanted}: with LoRA adapters, vLLM "
+            "requires max_num_seqs * (draft tokens + 1) <= max_num_batched_tokens"
+        )
+        step = f"raise {_R}.max_num_batched_tokens to {rollout.max_num_seqs * (wanted + 1)}"
+        yield Check("drafts", WARN, detail, f"none needed; for longer drafts {step}, or set {MERGE}=true")

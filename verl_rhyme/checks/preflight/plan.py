@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,8 @@ from omegaconf import ListConfig, OmegaConf
 from verl_rhyme.checks.preflight.memory import Rollout, Training
 from verl_rhyme.checks.rules import of_config
 from verl_rhyme.config import RhymeConfig, config_tree
-from verl_rhyme.drafting import recurrent
+from verl_rhyme.drafting.bounds import engine_tokens
+from verl_rhyme.drafting.recurrent import recurrent
 from verl_rhyme.scheduling.rules import Rules
 
 _BYTES = {"fp32": 4, "float32": 4, "float": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # all others: 2
@@ -55,10 +57,8 @@ class Plan:
         return pools // self.replica_gpus
 
 
-def read(config: Any, max_positions: int | None = None) -> Plan:
-    """Return the plan of verl's resolved config; ``max_positions`` is the model's ``max_position_embeddings``, verl's
-    default of ``max_model_len``.
-    """
+def read(config: Any, fields: Mapping[str, Any] | None = None) -> Plan:
+    """Return the plan of verl's resolved config; ``fields`` are those of the model's ``config.json``, if known."""
     ref = config.actor_rollout_ref
     actor, rollout = ref.actor, ref.rollout
     strategy = str(actor.strategy)
@@ -106,7 +106,7 @@ def read(config: Any, max_positions: int | None = None) -> Plan:
         strategy=strategy,
         device=str(config.trainer.device),
         training=training,
-        rollout=_rollout(config, rhyme, max_positions),
+        rollout=_rollout(config, rhyme, fields or {}, adapters=lora > 0 and not standalone),
         train_gpus=gpus,
         rollout_gpus=int(rollout.nnodes) * int(rollout.n_gpus_per_node) if standalone else gpus,
         gpus_per_node=int(config.trainer.n_gpus_per_node),
@@ -187,8 +187,14 @@ def _rhyme(config: Any) -> tuple[RhymeConfig | None, Rules | None]:
         return rhyme, None
 
 
-def _rollout(config: Any, rhyme: RhymeConfig | None, max_positions: int | None) -> Rollout:
+def _rollout(config: Any, rhyme: RhymeConfig | None, fields: Mapping[str, Any], adapters: bool) -> Rollout:
+    """``adapters``: the engines get LoRA adapters, unless verl merges them into the weights."""
     rollout = config.actor_rollout_ref.rollout
+    slots, step_tokens = int(rollout.max_num_seqs), int(rollout.max_num_batched_tokens)
+    drafting = rhyme.drafting if rhyme and rhyme.drafting.enable else None
+    merged = bool((config.actor_rollout_ref.model.get("lora") or {}).get("merge"))
+    sizes = {"slots": slots, "step_tokens": step_tokens}
+    kind = {"recurrent": bool(recurrent(fields)), "adapters": adapters and not merged}
     engine = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
     weight = 1 if rollout.get("quantization") else _size(rollout.dtype)
     cache = str(engine.get("kv_cache_dtype") or "auto")
@@ -196,15 +202,15 @@ def _rollout(config: Any, rhyme: RhymeConfig | None, max_positions: int | None) 
         tp=int(rollout.tensor_model_parallel_size),
         pp=int(rollout.pipeline_model_parallel_size),
         utilization=float(rollout.gpu_memory_utilization),
-        max_model_len=int(rollout.max_model_len or max_positions or sequence_tokens(config)),
+        max_model_len=int(rollout.max_model_len or fields.get("max_position_embeddings") or sequence_tokens(config)),
         longest=sequence_tokens(config),
-        max_num_seqs=int(rollout.max_num_seqs),
-        max_num_batched_tokens=int(rollout.max_num_batched_tokens),
+        max_num_seqs=slots,
+        max_num_batched_tokens=step_tokens,
         weight_bytes=weight,
         cache_bytes=_size(rollout.dtype if cache == "auto" else cache),
-        draft_tokens=recurrent.draft_tokens(rhyme.drafting.max_tokens) if rhyme and rhyme.drafting.enable else 0,
-        draft_bytes=rhyme.drafting.logits_memory if rhyme and rhyme.drafting.enable else 0,
-        text_bytes=_text_bytes(config, rhyme) if rhyme and rhyme.drafting.enable else 0,
+        draft_tokens=engine_tokens(drafting.max_tokens, **kind, **sizes) if drafting else 0,
+        draft_bytes=drafting.logits_memory if drafting else 0,
+        text_bytes=_text_bytes(config, rhyme) if drafting else 0,
     )
 
 

@@ -6,12 +6,15 @@ import re
 import pytest
 
 from tests.unit.checks.preflight.world import MEGATRON, RELAY, A, R, complaints, only, preflight
+from tests.unit.checks.test_combinations import MODELS
 from tests.unit.configs import ROOT
 from verl_rhyme.checks.preflight import user_code
 from verl_rhyme.config import ConfigError
 
 MODE = "trainer.v1.trainer_mode=separate_async"
 RHYME = f"{R}.custom.rhyme"
+LORA = "actor_rollout_ref.model.lora_rank=8"
+HYBRID = f"actor_rollout_ref.model.path={MODELS}/qwen3_next"
 
 
 def test_a_valid_run_has_no_complaints(world):
@@ -89,10 +92,29 @@ def test_all_values_that_verl_takes_are_allowed(world):
     [
         ([f"{R}.max_num_seqs=200", f"{R}.max_num_batched_tokens=300"], "rollout", "leaves no room for draft tokens"),
         ([f"{R}.n=1", f"{A}.ppo_mini_batch_size=64"], "batches", "compares the samples of a prompt"),
+        ([LORA, f"{R}.max_num_seqs=256"], "drafts", "at most 31 tokens, not drafting.max_tokens=32: with LoRA"),
+        ([LORA, f"{R}.max_num_seqs=256"], "drafts", f"raise {R}.max_num_batched_tokens to 8448"),
+        ([HYBRID], "drafts", "prefix caching is off in the engines, because vLLM 0.24 would cache the states"),
+        ([HYBRID], "drafts", "several turns prefill their context again in each turn"),
+        ([HYBRID], "drafts", f"{RHYME}.drafting.enable=false keeps prefix caching"),
     ],
 )
 def test_what_is_allowed_but_unwise_warns(world, overrides, name, words):
     assert words in complaints(preflight(world, *overrides))[name, "warn"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [LORA, "actor_rollout_ref.model.lora.merge=true", f"{R}.max_num_seqs=256"],
+        [LORA, f"{R}.max_num_seqs=248"],
+        [LORA, f"{R}.max_num_seqs=256", f"{RHYME}.drafting.enable=false"],
+        [HYBRID, f"{R}.enable_prefix_caching=false"],
+        [HYBRID, f"{RHYME}.drafting.enable=false"],
+    ],
+)
+def test_drafts_change_nothing_else(world, overrides):
+    assert ("drafts", "warn") not in complaints(preflight(world, *overrides))
 
 
 VALUES = ["algorithm.adv_estimator=mine", "trainer.logger=mine", f"{R}.agent.default_agent_loop=mine"]
