@@ -18,6 +18,14 @@ class ConfigError(ValueError):
     """Invalid configuration; the message names the option and the remedy."""
 
 
+class Unusable(ConfigError):
+    """Something that a run needs cannot be used: ``detail`` says what and why, ``remedy`` what to do."""
+
+    def __init__(self, detail: str, remedy: str) -> None:
+        super().__init__(f"{detail}; {remedy}")
+        self.detail, self.remedy = detail, remedy
+
+
 def option(default: Any, help: str, *, public: bool = False) -> Any:
     """Return the dataclass field of an option, ``public`` for users, else for experts. ``help`` is one or two sentences
     for users, in ``docs/options.md`` and ``verl-rhyme options``.

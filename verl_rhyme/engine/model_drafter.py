@@ -10,21 +10,29 @@ every step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError
+from verl_rhyme.drafting import own_drafter
 
 
-def speculation(model: str, max_tokens: int) -> dict[str, Any]:
-    """Return vLLM's ``speculative_config`` with ``drafting.model``; vLLM reads the method from a folder.
+def speculation(model: str, max_tokens: int, policy: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return vLLM's ``speculative_config`` with ``drafting.model``, for a policy with this ``config.json``.
 
-    A request has room for ``max_tokens`` draft tokens. vLLM would load the drafter as the policy: verl's is a dummy.
+    A request has room for ``num_speculative_tokens`` draft tokens, at most ``max_tokens``. vLLM would load the drafter
+    as the policy: verl's is a dummy. Raises Unusable.
     """
-    named = {"method": "mtp"} if model == "mtp" else {"model": model}
-    return {**named, "num_speculative_tokens": max_tokens, "draft_load_config": {"load_format": "auto"}}
+    found = own_drafter.examine(model, policy)
+    named = {} if found.method == own_drafter.MTP else {"model": found.model}
+    if found.method != "draft_model":  # vLLM asks the path, which need not tell
+        named["method"] = found.method
+    tokens = found.draft_tokens(max_tokens)
+    return {**named, "num_speculative_tokens": tokens, "draft_load_config": {"load_format": "auto"}}
 
 
 class ModelDrafter:

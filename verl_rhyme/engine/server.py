@@ -118,7 +118,8 @@ class RhymeHttpServer(vLLMHttpServer):
                 "num_speculative_tokens": drafting["max_tokens"],
             }
         else:
-            engine_kwargs["speculative_config"] = speculation(drafting["model"], drafting["max_tokens"])
+            found = speculation(drafting["model"], drafting["max_tokens"], fields)
+            engine_kwargs["speculative_config"], drafting["max_tokens"] = found, found["num_speculative_tokens"]
         engine_kwargs["compilation_config"] = cuda_graphs.settings(
             engine_kwargs.get("compilation_config"),
             any((self.config.cudagraph_capture_sizes, *map(engine_kwargs.get, cuda_graphs.SIZES))),

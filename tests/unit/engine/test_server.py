@@ -293,16 +293,18 @@ async def test_engine_that_loads_weights_is_healthy(server, monkeypatch):
 # ---- engine options ----
 
 
-def options(server, model_type, drafting, mode="processed_logprobs", given=(), lora=0, **rhyme):
+def options(server, model_type, drafting, mode="processed_logprobs", given=(), own=None, layers=0, lora=0, **rhyme):
     """Return ``engine_kwargs`` as the server completes them."""
-    server._rhyme = config_tree.parse({"drafting": {"enable": drafting}, "history": {"dir": "/history"}, **rhyme})
+    tree = {"drafting": {"enable": drafting, "model": own}, "history": {"dir": "/history"}, **rhyme}
+    server._rhyme = config_tree.parse(tree)
     sizes = {"cudagraph_capture_sizes": None, "max_num_seqs": 8, "max_num_batched_tokens": 256}
     server.config = SimpleNamespace(
         checkpoint_engine=None, logprobs_mode=mode, mtp=None, enable_prefix_caching=True, **sizes
     )
     tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0}, name_or_path="t")
+    fields = {"num_nextn_predict_layers": layers} if layers else {}
     server.model_config = SimpleNamespace(
-        hf_config=CONFIG_MAPPING[model_type](), tokenizer=tokenizer, lora_rank=lora, lora={}
+        hf_config=CONFIG_MAPPING[model_type](**fields), tokenizer=tokenizer, lora_rank=lora, lora={}
     )
     engine_kwargs = dict(given)
     server._preprocess_engine_kwargs(engine_kwargs)
@@ -347,3 +349,20 @@ def test_server_turns_off_what_drafts_do_not_go_with(server, caplog):
     assert adapters["speculative_config"]["num_speculative_tokens"] == 31
     assert adapters["additional_config"][FIELD]["drafting"]["max_tokens"] == 31
     assert len(caplog.records) == 1
+
+
+def test_server_looks_at_the_models_drafter_before_the_engine_does(server, tmp_path):
+    for own, layers, words in (("/nowhere", 0, "no such folder"), ("mtp", 0, "has no MTP layers")):
+        with pytest.raises(ConfigError, match=words):
+            options(server, "qwen3", drafting=True, own=own, layers=layers)
+    found = options(server, "qwen3", drafting=True, own="mtp", layers=3)
+    assert found["speculative_config"]["num_speculative_tokens"] == 30, "vLLM refuses 32"
+    assert found["additional_config"][FIELD]["drafting"]["max_tokens"] == 30
+    head = CONFIG_MAPPING["qwen3"](num_hidden_layers=1)
+    head.save_pretrained(tmp_path / "head")
+    given = options(server, "qwen3", drafting=True, own=str(tmp_path / "head"))["speculative_config"]
+    assert (given["method"], given["model"]) == ("eagle", str(tmp_path / "head"))
+    head.vocab_size += 1
+    head.save_pretrained(tmp_path / "head")
+    with pytest.raises(ConfigError, match="vocabulary entries"):
+        options(server, "qwen3", drafting=True, own=str(tmp_path / "head"))

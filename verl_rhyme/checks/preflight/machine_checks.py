@@ -54,12 +54,9 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
         remedy = f"set {key} to a folder with config.json, or to a hub id (owner/name)"
         return [Check(name, FAIL, f"{path}: no such folder, or no config.json in it", remedy)], {}, None
     if file is None:
-        offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
-        way = "HF_HUB_OFFLINE is set" if offline else "verl downloads it"
         fields = PUBLISHED.get(path, {})
         known = Architecture.read(fields) if fields else None
-        detail = f"{path} is not in the local hub cache: {way}{'' if known else '; no memory estimate before that'}"
-        return [Check(name, FAIL if offline else WARN, detail, f"hf download {path}")], fields, known
+        return [not_cached(name, path, "" if known else "; no memory estimate before that")], fields, known
     try:
         fields = architecture.read_json(file)
     except ValueError as error:
@@ -73,6 +70,14 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
         remedy = "check its memory by hand: a dense model of that size needs as much"
         return [*checks, Check(name, WARN, f"{path}: {error}", remedy)], fields, None
     return [*checks, Check(name, OK, f"{path}: {shape.name}, {count(shape.parameters)} parameters")], fields, shape
+
+
+def not_cached(name: str, path: str, without: str) -> Check:
+    """Return the finding of a hub id that is not on this machine; ``without``: what is not known until it is."""
+    offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
+    way = "HF_HUB_OFFLINE is set" if offline else "the run downloads it"
+    detail = f"{path} is not in the local hub cache: {way}{without}"
+    return Check(name, FAIL if offline else WARN, detail, f"hf download {path}")
 
 
 def _incomplete(config: Any, folder: Path) -> Iterator[Check]:

@@ -47,6 +47,7 @@ class Plan:
     reference: bool  # whether the run has one
     critic: bool
     lora: int  # rank, 0 without LoRA
+    drafter: str | None  # the model's own: mtp, a folder or a hub id
     sent_bytes: int  # per element of the weights in the relay
     rhyme: RhymeConfig | None  # ``None`` without rhyme, or where it is invalid, which a check reports
     rules: Rules | None  # of the pipeline; ``None`` without one or without ``rhyme``
@@ -119,6 +120,7 @@ def read(config: Any, fields: Mapping[str, Any] | None = None) -> Plan:
         reference=bool(config.algorithm.use_kl_in_reward or actor.use_kl_loss),
         critic=config.algorithm.adv_estimator == "gae" if critic is None else bool(critic),
         lora=lora,
+        drafter=_drafter(rollout, rhyme),
         sent_bytes=_sent(rollout, training),
         rhyme=rhyme,
         rules=rules,
@@ -185,6 +187,12 @@ def _rhyme(config: Any) -> tuple[RhymeConfig | None, Rules | None]:
         return rhyme, of_config(config, rhyme)
     except ValueError:
         return rhyme, None
+
+
+def _drafter(rollout: Any, rhyme: RhymeConfig | None) -> str | None:
+    drafting, mtp = rhyme.drafting if rhyme else None, rollout.get("mtp") or {}
+    own = drafting.model if drafting and drafting.enable else None
+    return own or ("mtp" if mtp.get("enable") and mtp.get("enable_rollout") else None)
 
 
 def _rollout(config: Any, rhyme: RhymeConfig | None, fields: Mapping[str, Any], adapters: bool) -> Rollout:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from ray._common.utils import get_ray_address_file
 
-from tests.unit.checks.preflight.world import MEGATRON, RELAY, ROW, A, R, complaints, only, preflight
+from tests.unit.checks.preflight.world import MEGATRON, MODEL, RELAY, ROW, A, R, complaints, only, preflight
 from verl_rhyme.checks.preflight import checks, history_size, machine, machine_checks
 from verl_rhyme.checks.preflight.estimate import gib
 from verl_rhyme.checks.preflight.machine import Machine
@@ -238,6 +238,31 @@ def test_host_memory_counts_decoded_histories_and_live_texts(world):
         ([f"{drafting}.enable=false"], "0.0 MiB"),
     ):
         assert f"texts for drafts ({size})" in only(preflight(world, *long, *more), "host memory").detail
+
+
+def test_the_models_own_drafter_is_examined(world, tmp_path):
+    """Before, vLLM refused it while the engine started, or it rested in silence."""
+    key, mtp = f"{R}.custom.rhyme.drafting.model", [f"{R}.mtp.enable=true", f"{R}.mtp.enable_rollout=true"]
+    assert "no such folder" in complaints(preflight(world, f"{key}=/nowhere"))["drafter", "fail"]
+    assert "has no MTP layers" in complaints(preflight(world, f"{key}=mtp"))["drafter", "fail"]
+    assert "has no MTP layers" in complaints(preflight(world, *mtp))["drafter", "fail"]
+    assert ("drafter", "warn") in complaints(preflight(world, *mtp, elsewhere=True))
+    assert "hf download own/eagle3-er" in complaints(preflight(world, f"{key}=own/eagle3-er"))["drafter", "fail"]
+    head = MODEL | {"num_hidden_layers": 1, "draft_vocab_size": 32000, "max_position_embeddings": 2048}
+    (tmp_path / "head").mkdir()
+    file = tmp_path / "head" / "config.json"
+    file.write_text(json.dumps(head | {"hidden_size": 1024}))
+    assert "hidden state" in complaints(preflight(world, f"{key}={file.parent}"))["drafter", "fail"]
+    file.write_text(json.dumps(head))
+    assert not complaints(preflight(world, f"{key}={file.parent}"))
+    long = [f"{key}={file.parent}", "data.max_response_length=1536"]
+    warned = complaints(preflight(world, *long))["drafter", "warn"]
+    assert "longer than 2016 tokens, it drafts for none, and sequences of this run reach 2048" in warned
+    assert not complaints(preflight(world, *long, f"{R}.max_model_len=2048")), "vLLM's limit is not the head's"
+    layers = MODEL | {"num_nextn_predict_layers": 3}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(layers))
+    told = only(preflight(world, f"{key}=mtp"), "drafter")
+    assert told.detail == "mtp: mtp; 30 draft tokens instead of 32, a multiple of its 3 layers"
 
 
 def test_gpu_memory_is_set_detected_or_assumed(monkeypatch):
