@@ -199,6 +199,13 @@ class Architecture:
         whole = 2 * self.hidden + self.qk_norm * 2 * self.head_dim + (self.out_bias + self.mlp_bias) * self.hidden
         return (matrices + biases) // tp + whole
 
+    def adapter(self, rank: int, tp: int = 1) -> int:
+        """Return the parameters of a LoRA adapter of all matrices of a layer on one tensor-parallel rank.
+
+        vLLM splits the side of each that its layer splits.
+        """
+        return rank * (7 * self.hidden + (2 * self.query + 2 * self.key + 3 * self.ffn) // tp)
+
     @property
     def parameters(self) -> int:
         return self.layers * self.layer() + self.hidden + self.embedding * (1 if self.tied else 2)

@@ -54,7 +54,8 @@ def examine(
     model_check, fields, model = machine_checks.model(config)
     plan = read(config, fields)
     memory = machine.host_bytes if plan.device == "cpu" else machine.gpu_bytes
-    found = estimate(model, plan, memory) if model else None
+    drafter_checks, drafter_sizes = drafter.check(plan, fields, model)
+    found = estimate(model, plan, memory, drafter_sizes) if model else None
     checks = [
         *config_checks.rhyme(config, plan),
         *values.choices(config),
@@ -74,7 +75,7 @@ def examine(
         *datasets.check(config),
         *components.check(config),
         *model_check,
-        *drafter.check(plan, fields),
+        *drafter_checks,
         *machine_checks.gpus(plan, machine, OmegaConf.select(config, ADDRESS)),
         *(machine_checks.gpu_memory(found, plan) if found else ()),
         *((machine_checks.host_memory(found, config, machine),) if found else ()),

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from verl_rhyme.checks.preflight import memory
-from verl_rhyme.checks.preflight.memory import CONTEXT, Phase, Serving
+from verl_rhyme.checks.preflight.memory import CONTEXT, Drafter, Phase, Serving
 from verl_rhyme.checks.preflight.plan import Plan
 from verl_rhyme.planning.architecture import Architecture
 
@@ -20,7 +20,8 @@ class Estimate:
     #: On a GPU: "update", "optimizer step", "old log-probs", "rollout" (colocated), "rollout pool" (separate engines).
     phases: dict[str, Phase]
     serving: Serving  # vLLM's share
-    #: On one node by component: offloaded states, reference, the model during loading, texts for drafts.
+    #: On one node by component: offloaded states, reference, the model during loading, texts for drafts, weights of
+    #: sleeping engines.
     host: dict[str, int]
     checkpoint: int  # of the actor
     left_out: tuple[str, ...]  # components
@@ -38,13 +39,13 @@ class Estimate:
         }
 
 
-def estimate(model: Architecture, plan: Plan, gpu_bytes: int) -> Estimate | None:
+def estimate(model: Architecture, plan: Plan, gpu_bytes: int, drafter: Drafter | None = None) -> Estimate | None:
     training = plan.training
     if training is None:
         return None
     on_cpu = plan.device == "cpu"
     context = {} if on_cpu else {"context": CONTEXT}
-    serving = memory.serve(model, plan.rollout, gpu_bytes)
+    serving = memory.serve(model, plan.rollout, gpu_bytes, drafter)
     served = {"vLLM": serving.share, "drafts": plan.rollout.draft_bytes}
     asleep = served if plan.colocated and not plan.sleeps else {}
     reference = memory.states(model, training)["parameters"] if plan.reference and not plan.lora else 0
@@ -71,8 +72,9 @@ def estimate(model: Architecture, plan: Plan, gpu_bytes: int) -> Estimate | None
         "model while loading": (4 if training.engine != "megatron" else 2) * model.parameters,
     }
     pool = plan.train_gpus if plan.colocated else plan.rollout_gpus
-    engines = max(1, min(plan.gpus_per_node, pool) // plan.replica_gpus)
-    host["texts for drafts"] = engines * plan.rollout.text_bytes
+    gpus = min(plan.gpus_per_node, pool)
+    host["texts for drafts"] = max(1, gpus // plan.replica_gpus) * plan.rollout.text_bytes
+    host["sleeping engines"] = plan.keeps_weights * gpus * serving.weights
     left_out = [name for name, present in (("the critic", plan.critic), ("LoRA's savings", plan.lora > 0)) if present]
     return Estimate(model.parameters, gpu_bytes, phases, serving, host, memory.checkpoint_bytes(model), tuple(left_out))
 

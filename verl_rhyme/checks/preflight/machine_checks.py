@@ -188,16 +188,20 @@ def _lighter(phase: str, plan: Plan) -> str:
 
 
 def host_memory(found: Estimate, config: Any, machine: Machine) -> Check:
-    """Check offloaded states, model loading, texts for drafts and Ray's object store against free host memory."""
+    """Check offloaded states, loading, texts for drafts, sleeping engines and Ray's object store against the host."""
     ray = object_store(OmegaConf.select(config, OBJECT_STORE), machine.host_bytes)
     needed = sum(found.host.values()) + ray
     detail = (
         f"{gib(needed)} needed, {gib(machine.host_free)} free: offloaded states, model loading, texts for drafts "
-        f"({gib(found.host['texts for drafts'])}) and Ray's object store ({gib(ray)})"
+        f"({gib(found.host['texts for drafts'])}), weights of sleeping engines ({gib(found.host['sleeping engines'])}) "
+        f"and Ray's object store ({gib(ray)})"
     )
     remedy = (
         "offload less, lower +ray_kwargs.ray_init.object_store_memory or drafting.history_memory, or use a larger node"
     )
+    if found.host["sleeping engines"]:
+        remedy += "; engines with a drafter of the model (drafting.model, mtp.enable_rollout) or LoRA adapters "
+        remedy += "(unless actor_rollout_ref.model.lora.merge=true) keep their weights on the host while they sleep"
     return verdict("host memory", needed <= machine.host_free, detail, remedy, WARN)
 
 

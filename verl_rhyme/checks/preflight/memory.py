@@ -75,6 +75,15 @@ class Rollout:
     draft_tokens: int = 0  # most of a step's, each with a state of recurrent layers
     draft_bytes: int = 0  # for the logits of draft tokens, in addition to vLLM's profiled peak
     text_bytes: int = 0  # of decoded histories and of live texts in a replica's host memory
+    adapters: int = 0  # rank of LoRA adapters that vLLM keeps beside the weights
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """Sizes of the model's own drafter in vLLM, on one GPU."""
+
+    parameters: int
+    cache_values: int  # keys and values of a token
 
 
 @dataclass(frozen=True)
@@ -256,7 +265,7 @@ class Serving:
     """Split of vLLM's share of a GPU."""
 
     share: int  # bytes of ``utilization`` of the GPU
-    weights: int  # bytes
+    weights: int  # bytes, with those of adapters and of the model's own drafter
     activations: int  # bytes of the peak of vLLM's profile run
     cache: int  # bytes left for the KV cache, negative if the rest does not fit
     bytes_per_token: int  # of KV cache
@@ -266,18 +275,20 @@ class Serving:
     undrafted: float  # the same without draft tokens
 
 
-def serve(model: Architecture, rollout: Rollout, gpu_bytes: int) -> Serving:
+def serve(model: Architecture, rollout: Rollout, gpu_bytes: int, drafter: Drafter | None = None) -> Serving:
     """Return the split of ``utilization`` of a GPU into weights, the profile run's peak, and KV cache.
 
     The profile run is a step of ``max_num_batched_tokens`` with residual, norm, both halves of the MLP and their
     product. For ``max_num_seqs`` requests, it has the logits and two fp32 tables of the sampler, which ``tp`` does not
     split.
     """
-    weights = rollout.weight_bytes * model.rank_parameters(rollout.tp, rollout.pp)
+    own = drafter or Drafter(0, 0)
+    adapters = -(-model.layers // rollout.pp) * model.adapter(rollout.adapters, rollout.tp)
+    weights = rollout.weight_bytes * (model.rank_parameters(rollout.tp, rollout.pp) + adapters + own.parameters)
     forward = rollout.max_num_batched_tokens * rollout.weight_bytes * (3 * model.hidden + 3 * model.ffn // rollout.tp)
     sampler = rollout.max_num_seqs * model.vocab * (rollout.weight_bytes + 8)
     share = int(rollout.utilization * gpu_bytes)
-    per_token = model.cache_values(rollout.tp, rollout.pp) * rollout.cache_bytes
+    per_token = (model.cache_values(rollout.tp, rollout.pp) + own.cache_values) * rollout.cache_bytes
     cache = share - weights - max(forward, sampler)
     nets = model.delta_nets
     states, plain = (nets.state_bytes(drafts, rollout.tp) if nets else 0 for drafts in (rollout.draft_tokens, 0))

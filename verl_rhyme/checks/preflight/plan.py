@@ -57,6 +57,13 @@ class Plan:
         pools = self.colocated * self.train_gpus + self.standalone * self.rollout_gpus
         return pools // self.replica_gpus
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether sleeping engines keep their weights in host memory (vLLM's level 1): a weight sync restores neither a
+        drafter nor the weights below adapters.
+        """
+        return self.sleeps and self.device != "cpu" and (self.drafter is not None or self.rollout.adapters > 0)
+
 
 def read(config: Any, fields: Mapping[str, Any] | None = None) -> Plan:
     """Return the plan of verl's resolved config; ``fields`` are those of the model's ``config.json``, if known."""
@@ -102,18 +109,20 @@ def read(config: Any, fields: Mapping[str, Any] | None = None) -> Plan:
         )
     critic = config.critic.get("enable")
     rhyme, rules = _rhyme(config)
+    # verl merges adapters on request, and rhyme wherever engines are separate (trainer/base.py)
+    adapters = 0 if standalone or (ref.model.get("lora") or {}).get("merge") else lora
     replica = (rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.pipeline_model_parallel_size)
     return Plan(
         strategy=strategy,
         device=str(config.trainer.device),
         training=training,
-        rollout=_rollout(config, rhyme, fields or {}, adapters=lora > 0 and not standalone),
+        rollout=_rollout(config, rhyme, fields or {}, adapters),
         train_gpus=gpus,
         rollout_gpus=int(rollout.nnodes) * int(rollout.n_gpus_per_node) if standalone else gpus,
         gpus_per_node=int(config.trainer.n_gpus_per_node),
         colocated=colocated,
         standalone=standalone,
-        sleeps=bool(rollout.free_cache_engine),
+        sleeps=bool(rollout.free_cache_engine and rollout.get("enable_sleep_mode", True)),
         data_parallel=data_parallel,
         model_parallel=model_parallel,
         replica_gpus=math.prod(map(int, replica)),
@@ -195,14 +204,13 @@ def _drafter(rollout: Any, rhyme: RhymeConfig | None) -> str | None:
     return own or ("mtp" if mtp.get("enable") and mtp.get("enable_rollout") else None)
 
 
-def _rollout(config: Any, rhyme: RhymeConfig | None, fields: Mapping[str, Any], adapters: bool) -> Rollout:
-    """``adapters``: the engines get LoRA adapters, unless verl merges them into the weights."""
+def _rollout(config: Any, rhyme: RhymeConfig | None, fields: Mapping[str, Any], adapters: int) -> Rollout:
+    """``adapters``: rank of the LoRA adapters that the engines get, 0 without."""
     rollout = config.actor_rollout_ref.rollout
     slots, step_tokens = int(rollout.max_num_seqs), int(rollout.max_num_batched_tokens)
     drafting = rhyme.drafting if rhyme and rhyme.drafting.enable else None
-    merged = bool((config.actor_rollout_ref.model.get("lora") or {}).get("merge"))
     sizes = {"slots": slots, "step_tokens": step_tokens}
-    kind = {"recurrent": bool(recurrent(fields)), "adapters": adapters and not merged}
+    kind = {"recurrent": bool(recurrent(fields)), "adapters": adapters > 0}
     engine = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
     weight = 1 if rollout.get("quantization") else _size(rollout.dtype)
     cache = str(engine.get("kv_cache_dtype") or "auto")
@@ -219,6 +227,7 @@ def _rollout(config: Any, rhyme: RhymeConfig | None, fields: Mapping[str, Any], 
         draft_tokens=engine_tokens(drafting.max_tokens, **kind, **sizes) if drafting else 0,
         draft_bytes=drafting.logits_memory if drafting else 0,
         text_bytes=_text_bytes(config, rhyme) if drafting else 0,
+        adapters=adapters,
     )
 
 

@@ -1,6 +1,7 @@
 """Checks of a config against the machine: data, model, GPUs, memory, disk."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from ray._common.utils import get_ray_address_file
 
-from tests.unit.checks.preflight.world import MEGATRON, MODEL, RELAY, ROW, A, R, complaints, only, preflight
+from tests.unit.checks.preflight.world import HERE, MEGATRON, MODEL, RELAY, ROW, A, R, complaints, only, preflight
 from verl_rhyme.checks.preflight import checks, history_size, machine, machine_checks
 from verl_rhyme.checks.preflight.estimate import gib
 from verl_rhyme.checks.preflight.machine import Machine
@@ -18,6 +19,7 @@ from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
 from verl_rhyme.lengths import ranker
 from verl_rhyme.planning import architecture
+from verl_rhyme.planning.architecture import Architecture
 
 NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
 HISTORY = f"{R}.custom.rhyme.history"
@@ -263,6 +265,68 @@ def test_the_models_own_drafter_is_examined(world, tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps(layers))
     told = only(preflight(world, f"{key}=mtp"), "drafter")
     assert told.detail == "mtp: mtp; 30 draft tokens instead of 32, a multiple of its 3 layers"
+
+
+def test_a_drafter_takes_memory_of_the_device(world, tmp_path):
+    """Its weights and its cache; an EAGLE-3 head has one layer, an output embedding and no input embedding."""
+    file = tmp_path / "head" / "config.json"
+    file.parent.mkdir()
+    plain = preflight(world).estimate.serving
+
+    def more(config, model=file.parent, **policy):
+        file.write_text(json.dumps(config))
+        (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL | policy))
+        found = preflight(world, f"{R}.custom.rhyme.drafting.model={model}").estimate.serving
+        assert found.cache == plain.cache - (found.weights - plain.weights)
+        return (found.weights - plain.weights) // 2, (found.bytes_per_token - plain.bytes_per_token) // 2
+
+    small = Architecture.read(MODEL)
+    tp = 2
+    layer, keys = small.layer(tp), 2 * small.head_dim
+    assert more(MODEL | {"num_hidden_layers": 12}) == (
+        small.rank_parameters(tp) - 12 * layer,
+        12 * keys,
+    )
+    hidden, head = small.hidden, MODEL | {"num_hidden_layers": 1}
+    assert more(head) == (layer + 2 * hidden**2, keys)
+    first = hidden * (small.query + 2 * small.key)
+    eagle3 = layer + 3 * hidden**2 + (32000 * hidden + first) // tp
+    assert more(head | {"draft_vocab_size": 32000}) == (eagle3, keys)
+    assert more(head, "mtp", num_nextn_predict_layers=2) == (2 * (layer + 2 * hidden**2), 2 * keys)
+    assert more({"num_hidden_layers": 1}) == (0, 0)
+    warned = complaints(preflight(world, f"{R}.custom.rhyme.drafting.model={file.parent}"))
+    assert "no hidden_size" in warned["drafter", "warn"] or "no 'num_attention_heads'" in warned["drafter", "warn"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{R}.custom.rhyme.drafting.model=mtp"],
+        [f"{R}.mtp.enable=true", f"{R}.mtp.enable_rollout=true"],
+        [f"{R}.mtp.enable=true", f"{R}.mtp.enable_rollout=true", f"{R}.custom.rhyme.drafting.enable=false"],
+        ["actor_rollout_ref.model.lora_rank=32", f"{R}.custom.rhyme.drafting.max_tokens=8"],
+    ],
+)
+def test_engines_that_keep_their_weights_asleep_need_host_memory(world, tmp_path, monkeypatch, overrides):
+    """vLLM's sleep level 1, which verl takes with MTP and adapters, and rhyme with a drafter of the model."""
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL | {"num_nextn_predict_layers": 1}))
+    monkeypatch.setattr(checks, "detect_machine", lambda: replace(HERE, host_free=1 << 30))
+    none, found = preflight(world), preflight(world, *overrides)
+    assert none.estimate.host["sleeping engines"] == 0
+    assert "keep their weights" not in only(none, "host memory").remedy
+    assert "keep their weights" in only(found, "host memory").remedy
+    weights = found.estimate.serving.weights
+    assert weights > none.estimate.serving.weights
+    assert found.estimate.host["sleeping engines"] == 8 * weights
+    assert f"sleeping engines ({gib(8 * weights)})" in only(found, "host memory").detail
+    for awake in ([f"{R}.free_cache_engine=false"], ["trainer.device=cpu"]):
+        assert preflight(world, *overrides, *awake).estimate.host["sleeping engines"] == 0
+
+
+def test_merged_adapters_are_not_kept(world):
+    lora = ["actor_rollout_ref.model.lora_rank=32", f"{R}.custom.rhyme.drafting.max_tokens=8"]
+    for merged in (["actor_rollout_ref.model.lora.merge=true"], RELAY):
+        assert preflight(world, *lora, *merged).estimate.host["sleeping engines"] == 0
 
 
 def test_gpu_memory_is_set_detected_or_assumed(monkeypatch):
