@@ -21,6 +21,7 @@ from verl_rhyme import patches
 from verl_rhyme.checks import engine_packages
 from verl_rhyme.checks.preflight.estimate import gib
 from verl_rhyme.checks.preflight.machine import free_disk, network_file_system, write_into
+from verl_rhyme.config.checks import Unusable
 from verl_rhyme.history import history_folder as folders
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.patches.conditions import vllm_runs_on_cpu
@@ -80,6 +81,7 @@ def examine(history: Path | None = None, engines: bool = True) -> list[Check]:
     steps: dict[str, Callable[[], Iterator[Check]]] = {
         "python": _python,
         "versions": _versions,
+        "numba cache": _numba_cache,
         "platform": _verl_platform,  # first of all imports of verl, which reads the environment once
         "plugins": _plugins,
         "patches": _patches,
@@ -198,6 +200,17 @@ def _plugin_failures() -> Iterator[Check]:
         yield Check("plugin", FAIL, failure, 'see the traceback: python -c "import verl.trainer.ppo.v1"')
     if not plugin.FAILURES:
         yield Check("plugin", OK, f"all registrations succeeded{without}")
+
+
+def _numba_cache() -> Iterator[Check]:
+    """Import a module of each package that compiles functions."""
+    try:
+        for package in ("history.packing", "sampling.noise", "drafting.kernels"):
+            module = importlib.import_module(f"verl_rhyme.{package}")
+    except Unusable as error:
+        yield Check("numba cache", FAIL, error.detail, error.remedy)
+    else:
+        yield Check("numba cache", OK, module.observe.stats.cache_path)
 
 
 def _engines() -> Iterator[Check]:

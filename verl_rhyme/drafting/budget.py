@@ -14,8 +14,8 @@ own drafter.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from verl_rhyme.compiled import compiled
 from verl_rhyme.drafting.cost import WIDTHS, width_of
 
 #: Price of a step whose draft tokens cost nothing: as many are granted as the budget allows.
@@ -24,7 +24,7 @@ FREE = np.ones(1)
 _ROUNDING = 1 - 1e-6
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def select_tokens(reach: np.ndarray, planned: np.ndarray, budget: int, prices: np.ndarray) -> np.ndarray:
     """Choose the most valuable draft tokens of a batch; return int64[B], tokens granted to each row.
 

@@ -14,8 +14,8 @@ The draft stops at its limit, or where the end of a response wins.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from verl_rhyme.compiled import compiled
 from verl_rhyme.history.record import PromptHistory
 
 #: Most occurrences used; a more frequent match is sampled evenly, to bound the cost of a draft.
@@ -29,7 +29,7 @@ def choose(history: PromptHistory, low: int, high: int, limit: int, reward_weigh
     )
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _choose(text, bounds, suffixes, scaled_reward, reward_weight, low, high, limit):
     draft = np.empty(max(limit, 0), dtype=np.int32)
     active = min(high - low, MAX_OCCURRENCES)

@@ -15,7 +15,8 @@ compilation).
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from verl_rhyme.compiled import compiled
 
 #: Guess before anything was measured: a step costs as much as this many tokens beyond those that it computes.
 MEMORY_BOUND = 8.0
@@ -92,7 +93,7 @@ def width_of(rows: int) -> int:
     return min(rows.bit_length(), WIDTHS - 1)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _features(x, rows, drafted, prefilled, proposed):
     x[_BASE], x[_ROW], x[_PROMPT], x[_DRAFTING], x[_MODEL] = 1.0, rows, prefilled, drafted > 0, proposed
     x[_TOKEN] = rows + drafted
@@ -100,7 +101,7 @@ def _features(x, rows, drafted, prefilled, proposed):
         x[_TOKEN + 1 + k] = max(0.0, rows + drafted - _KNOTS[k])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _add(xx, xy, decay, rows, drafted, prefilled, proposed, weight):
     x = np.empty(_FEATURES)
     _features(x, rows, drafted, prefilled, proposed)
@@ -111,7 +112,7 @@ def _add(xx, xy, decay, rows, drafted, prefilled, proposed, weight):
         xy[i] = decay * xy[i] + x[i]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fit(all_xx, all_xy, shares, fit, width, rows):
     """Coordinate descent from the width's last fit; no coefficient is negative."""
     xx, xy = np.zeros((_FEATURES, _FEATURES)), np.zeros(_FEATURES)
@@ -147,7 +148,7 @@ def _fit(all_xx, all_xy, shares, fit, width, rows):
             break
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _prices(fit, rows, most):
     prices = np.empty(most + 1)
     price = fit[_BASE] + fit[_ROW] * rows + fit[_TOKEN] * rows

@@ -8,14 +8,16 @@ cache does not notice changes in other files; the types of the state, part of it
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from verl_rhyme.compiled import compiled
 from verl_rhyme.drafting.arrays import Scratch
 
 #: Tokens of one block of live text.
@@ -150,7 +152,7 @@ def _prefetch(typing_context, array, index):
     return types.void(array, index), codegen
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def observe(live, slots, model, batch, drafted, accepted):
     """Learn from a step's sampled tokens, and add them to the live texts; the state is changed in place.
 
@@ -197,7 +199,7 @@ def observe(live, slots, model, batch, drafted, accepted):
     return sampled, spans, first, right
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def count(counts, sampled, spans):
     """Count the tokens from :func:`observe` for later plans; each touches a few cache lines in gigabytes of memory."""
     counts, sampled, spans = _borrowed((counts, sampled, spans))
@@ -207,7 +209,7 @@ def count(counts, sampled, spans):
         begin = spans[b, 1]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def plan(live, slots, model, scratch, batch, plans, floor, vocabulary, span):
     """Plan the next drafts of the rows ``span[0]`` to before ``span[1]``; write to ``plans`` and the rows' slots only.
 
@@ -225,7 +227,7 @@ def plan(live, slots, model, scratch, batch, plans, floor, vocabulary, span):
             plans.planned[b] = _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _prefetch_row(live, slots, scratch, slot, text, length):
     for order in range(_contexts(text, length, scratch.keys)):
         _prefetch(live.counts, _bucket(live.counts, scratch.keys[order])[0])
@@ -237,14 +239,14 @@ def _prefetch_row(live, slots, scratch, slot, text, length):
         _prefetch(table, (np.int64(text[length - 1]) & (entries - 1)) * 3)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _hash(token, group, size):
     value = (np.uint64(group) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(token)) * np.uint64(0x9FB21C651E98DF25)
     value ^= value >> np.uint64(29)
     return np.int64(value & np.uint64(size - 1))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _append(live, slots, slot, text, first, last):
     # Local names, because passing a tuple of arrays in a loop costs more than the work on it.
     texts, fill, link_group, head_group = live.text, live.fill, live.link_group, live.head_group
@@ -270,7 +272,7 @@ def _append(live, slots, slot, text, first, last):
         first += count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _contexts(text, end, keys):
     """Hash the last tokens of ``text[:end]``, for each of ORDERS that fits. Returns the number of hashes."""
     value, n = np.uint64(0x9E3779B97F4A7C15), 0
@@ -285,13 +287,13 @@ def _contexts(text, end, keys):
     return len(ORDERS)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _bucket(counts, key):
     """Return the first entry of a context's bucket, and the context's mark in it, from 1 to 2**23 - 1."""
     return (key & np.int64(len(counts) // WAYS - 1)) * WAYS, max(key >> np.int64(40), np.int64(1))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _count(counts, text, first, last):
     keys = np.empty(len(ORDERS), dtype=np.int64)
     starts = np.empty(_AT_ONCE * len(ORDERS), dtype=np.int64)
@@ -316,7 +318,7 @@ def _count(counts, text, first, last):
         first += many
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _count_one(counts, start, mark, token, order):
     least, fewest, found = start, np.int64(1 << 16), False
     for i in range(start, start + WAYS):
@@ -339,7 +341,7 @@ def _count_one(counts, start, mark, token, order):
             counts[other] -= 1 << 32
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _halve(counts, start, mark):
     for i in range(start, start + WAYS):
         entry = counts[i]
@@ -348,7 +350,7 @@ def _halve(counts, start, mark):
             counts[i] = (mark << 40) | (max(half, 1) << 32) | (entry & 0xFFFFFFFF)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _take_block(live, previous):
     """Take the block filled longest ago, to follow ``previous``; -1 if running requests hold all blocks."""
     blocks = len(live.fill)
@@ -374,7 +376,7 @@ def _take_block(live, previous):
     return block
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _next(fill, after, position):
     """Return the position after ``position`` in its text, or -1."""
     block = position // BLOCK
@@ -386,7 +388,7 @@ def _next(fill, after, position):
     return np.int64(-1)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _agreement(text, before, position, context, end):
     """Return how many tokens up to ``position`` agree with ``context[:end]``, newest first."""
     n = 0
@@ -403,7 +405,7 @@ def _agreement(text, before, position, context, end):
     return n
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _occurrences(live, slots, scratch, slot, end, own_position):
     """Find the longest matches of the tail of ``context[:end]`` in the history and in live texts."""
     context, positions, sources, matches = scratch.context, scratch.position, scratch.source, scratch.match
@@ -444,7 +446,7 @@ def _occurrences(live, slots, scratch, slot, end, own_position):
     return n
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _entries(table, token):
     """Return the range of suffix array entries that begin with a token; ``table`` is suffix_index.first_tokens."""
     at = token & (len(table) - 1)
@@ -455,7 +457,7 @@ def _entries(table, token):
     return table[at, 1], table[at, 2]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _narrowed(text, suffixes, low, high, length, token):
     """Narrow entries ``low`` to ``high``, which agree on ``length`` tokens, to those with ``token`` next.
 
@@ -492,7 +494,7 @@ def _narrowed(text, suffixes, low, high, length, token):
     return low, high
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _history_occurrences(text, suffixes, table, context, end, positions, sources, matches):
     """Find up to MAX_HISTORY occurrences in the history, longest matches first."""
     lows = np.empty(MAX_MATCH + 1, dtype=np.int64)
@@ -528,7 +530,7 @@ def _history_occurrences(text, suffixes, table, context, end, positions, sources
     return n
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _tier(match):
     tier = 0
     for start in TIERS:
@@ -537,18 +539,18 @@ def _tier(match):
     return tier
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _logit(p):
     p = min(max(p, 0.002), 0.998)
     return math.log(p / (1 - p))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _probability(logit):
     return 1 / (1 + math.exp(-min(max(logit, -20.0), 20.0)))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary):
     """Walk from the occurrences of the latest tokens, at each position to the candidate most likely to be accepted."""
     slot, text, length = batch.ids[b], batch.tokens[batch.rows[b]], batch.lengths[b]
@@ -633,20 +635,20 @@ def _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary):
     return planned
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _append_chain(scratch, n, position):
     """Add the model's chain, of which the walk has followed the tokens up to ``position``, as the last occurrence."""
     scratch.position[n], scratch.source[n], scratch.match[n] = position, MODEL, 0
     return n + 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _copy(inputs, into):
     for k in range(N_INPUTS):
         into[k] = inputs[k]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _first_source(votes, j):
     for k in range(_N_VOTES):
         if votes[j, k]:
@@ -654,7 +656,7 @@ def _first_source(votes, j):
     return ALL
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _index(candidates, distinct, token):
     j = 0
     while j < distinct and candidates[j] != token:
@@ -662,7 +664,7 @@ def _index(candidates, distinct, token):
     return j
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _clear(votes, mass, known, j):
     for k in range(_N_VOTES):
         votes[j, k] = 0
@@ -671,7 +673,7 @@ def _clear(votes, mass, known, j):
         known[j, k] = 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _vote(live, scratch, history, recorded, chain, n, vocabulary):
     """Collect the next token of each occurrence. Returns remaining occurrences, candidates and the longest tier."""
     positions, sources, matches, following = scratch.position, scratch.source, scratch.match, scratch.following
@@ -719,7 +721,7 @@ def _vote(live, scratch, history, recorded, chain, n, vocabulary):
     return kept, distinct, longest
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _vote_counts(counts, scratch, end, distinct, longest, vocabulary):
     """Add the counts of tokens after ``context[:end]`` in all responses. Returns candidates and the longest tier."""
     candidates, votes, total, keys = scratch.candidate, scratch.votes, scratch.total, scratch.keys
@@ -757,7 +759,7 @@ def _vote_counts(counts, scratch, end, distinct, longest, vocabulary):
     return distinct, longest
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _weigh(votes, total, mass, known, active, weights, j, recent, inputs):
     """Return the logit that candidate ``j`` is accepted, and fill ``inputs``.
 
@@ -777,7 +779,7 @@ def _weigh(votes, total, mass, known, active, weights, j, recent, inputs):
     return logit
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _learn(slots, model, slot, sampled):
     """Learn from the tokens sampled after the last plan: every candidate of the first token, then the planned path."""
     if slots.planned[slot] == 0:
@@ -798,7 +800,7 @@ def _learn(slots, model, slot, sampled):
             break
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "nsz", "contract"})
+@functools.partial(compiled, fastmath={"reassoc", "nsz", "contract"})
 def _descend(model, weight_set, inputs, hit):
     weights = model.weights[weight_set]
     logit = 0.0

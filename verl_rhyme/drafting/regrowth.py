@@ -12,8 +12,9 @@ however the response is split into steps. One call of compiled code serves all r
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
+from verl_rhyme.compiled import compiled
 from verl_rhyme.drafting.kernels import pointer
 
 #: Columns of a request's state: tokens before the response; tokens so far (prompt and response; 0 before the first
@@ -50,7 +51,7 @@ def prior() -> np.ndarray:
     return np.stack([accepted, np.full(accepted.shape, _PRIOR)], axis=2)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def plan(slots, table, batch, plans, sampled, floor, vocabulary):
     """Take in a step's sampled tokens, and replace plans in place where the previous text promises as much.
 
@@ -83,12 +84,12 @@ def plan(slots, table, batch, plans, sampled, floor, vocabulary):
     return replaced
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _over(state, size):
     return state[POSITION] >= size and state[HOME] >= size
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _take(state, table, previous, text, index):
     """Take in ``text[index]``, the response's next token: learn, advance, and search if the alignment is lost."""
     position, run, lost, relocated = state[POSITION], state[RUN], state[LOST], state[RELOCATED]
@@ -114,7 +115,7 @@ def _take(state, table, previous, text, index):
     state[POSITION], state[HOME], state[RUN], state[LOST], state[RELOCATED] = position, home, run, lost, relocated
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _walk(state, table, previous, longest, floor, vocabulary, reached):
     """Fill ``reached`` as far as a draft of the expected tokens is above ``floor``; returns its length."""
     position, run, lost, relocated = state[POSITION], state[RUN], state[LOST], state[RELOCATED]
@@ -131,7 +132,7 @@ def _walk(state, table, previous, longest, floor, vocabulary, reached):
     return count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _agreed(run, lost, relocated):
     """Return run, lost and relocated after one more expected token."""
     run += 1
@@ -142,7 +143,7 @@ def _agreed(run, lost, relocated):
     return run, lost, relocated
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _search(previous, text, began, index, home):
     """Return the position after the longest copy of the response's latest tokens, and the copy's length.
 
@@ -166,7 +167,7 @@ def _search(previous, text, began, index, home):
     return best, most
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _agreement(previous, text, began, index, position):
     """Return how many tokens up to ``text[index]`` agree with those before ``position``; 0 if no token would follow."""
     if position >= len(previous):
@@ -177,7 +178,7 @@ def _agreement(previous, text, began, index, position):
     return n
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _kind(lost, relocated):
     if not lost:
         return STEADY
@@ -186,7 +187,7 @@ def _kind(lost, relocated):
     return SUBSTITUTED if lost <= _PATIENCE else ASTRAY
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _class(run):
     found = 0
     for start in _RUNS:

@@ -9,7 +9,8 @@ Every numba function here is self-contained: numba's disk cache does not notice 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from verl_rhyme.compiled import compiled
 
 
 def width_of(most: int) -> int:
@@ -32,7 +33,7 @@ def warm() -> None:
     unpack(pack(np.zeros(1, np.int32), 1), 1, 1, 0)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _pack(values, width, length):
     packed = np.zeros(length, dtype=np.uint32)
     held = np.uint64(0)
@@ -50,7 +51,7 @@ def _pack(values, width, length):
     return packed
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def unpack(packed, count, width, shift=0):
     """Return the values that :func:`pack` packed, plus ``shift``, int32[count].
 

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
+
+from verl_rhyme.compiled import compiled
 
 if TYPE_CHECKING:
     from verl_rhyme.history.record import PromptHistory
@@ -81,7 +82,7 @@ def warm() -> None:
     first_tokens(text)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _longest_match(text, suffixes, context):
     low, high = 0, len(suffixes)
     length = 0
@@ -111,7 +112,7 @@ def _longest_match(text, suffixes, context):
     return length, low, high
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def first_tokens(text):
     """Return the range of entries of each token in the suffix array, for the first step of a search.
 
@@ -159,7 +160,7 @@ def first_tokens(text):
     return table
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _key(text, position, depth, bits, each):
     """Return a sort key of the next ``each`` tokens, from ``depth`` on backwards.
 
@@ -176,7 +177,7 @@ def _key(text, position, depth, bits, each):
     return key << np.uint64(bits * (each - taken))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _before(text, one, other, depth):
     """Return whether an entry comes before another one, given that they match on ``depth`` tokens."""
     while depth < DEPTH:
@@ -189,7 +190,7 @@ def _before(text, one, other, depth):
     return False
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sorted(text, begin, bits, each):
     """Return the sorted entries of ``text[begin:]``, int32[n], and their keys at depth 0, uint64[n]."""
     n = 0
@@ -220,7 +221,7 @@ def _sorted(text, begin, bits, each):
     return order, keys
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _refine(text, order, keys, bits, each):
     """Sort entries with equal keys to the full depth; all entries are sorted by their keys at depth 0 already.
 
@@ -265,7 +266,7 @@ def _refine(text, order, keys, bits, each):
                 first = i
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _merged(text, old, new, new_keys, bits, each):
     """Merge two sorted arrays of entries; of equal entries those of ``old`` come first."""
     last_token = np.uint64((1 << bits) - 1)
@@ -287,7 +288,7 @@ def _merged(text, old, new, new_keys, bits, each):
     return merged
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def drop_responses(suffixes, spans):
     """Return the suffix array of a text after the removal of responses.
 

@@ -7,7 +7,8 @@ exponential for every entry, for draws whose noise need not be reproducible. Row
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from verl_rhyme.compiled import compiled
 
 #: Entries that are summed in float32 before they are added in float64.
 _BLOCK = 1024
@@ -28,7 +29,7 @@ def invert(weights: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
     return _locate(weights, sums, uniforms)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _locate(weights, sums, uniforms):  # type: ignore[no-untyped-def]
     rows, vocabulary = weights.shape
     out = np.zeros(rows, dtype=np.int64)
@@ -55,7 +56,7 @@ def _locate(weights, sums, uniforms):  # type: ignore[no-untyped-def]
     return out
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def ranks(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Return the rank of each row's token, int64[N]: the entries of float32[N, V] that are at least it; 0 for a NaN."""
     out = np.empty(len(tokens), dtype=np.int64)

@@ -18,7 +18,8 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
-from numba import njit
+
+from verl_rhyme.compiled import compiled
 
 #: Philox4x32's multipliers and the increments of its keys (Weyl sequences), and its number of rounds.
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -42,7 +43,7 @@ def key_of(*parts: int | str) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
     """Return four Philox4x32-10 words of a counter (four words) and a key (two words); all uint64 below 2**32."""
     for _ in range(_ROUNDS):
@@ -52,13 +53,13 @@ def philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
     return c0, c1, c2, c3
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _block(key, position, block):  # type: ignore[no-untyped-def]
     position = np.uint64(position)
     return philox(np.uint64(block), position & _LOW, position >> _32, np.uint64(0), key & _LOW, key >> _32)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def words(keys: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
     """Return the random bits of all vocabulary entries, uint32[N, V], by key (uint64[N]) and position (int64[N])."""
     out = np.empty((len(keys), vocabulary), dtype=np.uint32)
@@ -70,7 +71,7 @@ def words(keys: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarra
     return out
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return float64[N] inside (0, 1), by key (uint64[N]) and position (int64[N]).
 
@@ -88,7 +89,7 @@ def gumbel(words: np.ndarray) -> np.ndarray:
     return -np.log(-np.log1p(-(words + 0.5) * _UNIT))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fill(key, position, first, w0, w1, w2, w3):  # type: ignore[no-untyped-def]
     """Fill the words (uint32) of the Philox blocks from ``first`` on; :func:`philox` in vector instructions."""
     position = np.uint64(position)
@@ -105,7 +106,7 @@ def _fill(key, position, first, w0, w1, w2, w3):  # type: ignore[no-untyped-def]
         k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _may_exceed(logit, word, best):  # type: ignore[no-untyped-def]
     """Return 1 if the entry could exceed ``best``, else 0; never 0 for the winner."""
     u = (np.float64(np.int32(word ^ _SIGN)) + _HALF) * _UNIT  # vector instructions convert signed words only
@@ -116,7 +117,7 @@ def _may_exceed(logit, word, best):  # type: ignore[no-untyped-def]
     return np.int32(u * power < _ONE)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _count_hopeful(logits, row, first, w, blocks, best):  # type: ignore[no-untyped-def]
     """Return how many entries of ``blocks`` Philox blocks, from entry ``first`` on, could exceed ``best``."""
     hopeful = np.int32(0)
@@ -129,7 +130,7 @@ def _count_hopeful(logits, row, first, w, blocks, best):  # type: ignore[no-unty
     return hopeful
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def draw(logits: np.ndarray, keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return the token of each row, int64[N]: ``argmax(logits + gumbel(words(...)))``; 0 for a fully masked row.
 

@@ -2,6 +2,9 @@
 
 import importlib
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -61,3 +64,31 @@ def test_one_of_the_two_bridges_of_megatron_is_enough(monkeypatch, missing):
     )
     warned = [check.detail for check in doctor._engines() if check.status == "warn"]
     assert warned == (["megatron.bridge", "mbridge"] if len(missing) == 2 else [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writable", [True, False])
+def test_numbas_cache(tmp_path, writable):
+    """Without a place for it, the doctor runs and the failing imports say the same words."""
+    (tmp_path / "file").touch()
+    folder = tmp_path / ("cache" if writable else "file/cache")  # root may write into any folder
+    script = (
+        "from verl_rhyme.checks import doctor\n"
+        "print(*doctor._guarded('numba cache', doctor._numba_cache))\n"
+        "import verl_rhyme.engine.draw"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(folder), "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator"},
+        capture_output=True,
+        text=True,
+    )
+    if writable:
+        assert (found.returncode, Path(found.stdout.removeprefix("numba cache: ").strip()).parent) == (0, folder)
+        return
+    words = f"numba's cache of compiled functions cannot be written: tried NUMBA_CACHE_DIR={folder}, "
+    assert words in found.stdout
+    assert " -> set NUMBA_CACHE_DIR to a folder that can be written" in found.stdout
+    assert found.returncode == 1
+    assert words in found.stderr.splitlines()[-1]
+    assert "; set NUMBA_CACHE_DIR to a folder" in found.stderr.splitlines()[-1]
