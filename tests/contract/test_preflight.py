@@ -4,10 +4,12 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
+from verl_rhyme.checks.combinations import LEGACY_ESTIMATORS
 from verl_rhyme.checks.preflight import memory
 from verl_rhyme.checks.preflight.components import AGENT_LOOPS, LOGGERS
 from verl_rhyme.checks.preflight.compose import compose
@@ -101,6 +103,34 @@ def test_values_by_name_are_those_that_verl_and_vllm_know():
     texts = [file.read_text() for file in Path(checkpoint_engine.__file__).parent.glob("*.py")]
     registered = {name for text in texts for name in re.findall(r'Registry\.register\("(\w+)"\)', text)}
     assert set(CHOICES[f"{rollout}.checkpoint_engine.backend"]) == {*registered, "relay"}
+
+
+def test_estimators_that_verls_v1_trainer_cannot_compute(queue):
+    """Its own method, with all fields that a batch of the V1 trainer has then."""
+    import torch
+    import transfer_queue as tq
+    from tensordict import NonTensorStack, TensorDict
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    keys, fields = ["a_0_0", "a_1_0", "b_0_0", "b_1_0"], {"uid": NonTensorStack("a", "a", "b", "b")}
+    ones = torch.nested.as_nested_tensor([torch.ones(length) for length in (2, 3, 4, 3)], layout=torch.jagged)
+    for name in ("response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "values", "prompts"):
+        fields[name] = ones.clone()
+    tq.kv_batch_put(keys=keys, partition_id="train", fields=TensorDict(fields, batch_size=4), tags=[{}] * 4)
+    batch = tq.KVBatchMeta(keys=keys, tags=[{}] * 4, partition_id="train")
+    trainer = SimpleNamespace(config=compose(["+algorithm.gdpo_reward_keys=[score]"]))
+
+    def fails(name):
+        trainer.config.algorithm.adv_estimator = name
+        try:
+            PPOTrainer._compute_advantage(trainer, batch, {})
+        except (AssertionError, KeyError, TypeError):
+            return True
+        return False
+
+    names = {str(getattr(each, "value", each)) for each in ADV_ESTIMATOR_REGISTRY}
+    assert {name for name in names if fails(name)} == set(LEGACY_ESTIMATORS)
 
 
 @pytest.mark.slow

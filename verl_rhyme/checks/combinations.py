@@ -17,10 +17,12 @@ from omegaconf import OmegaConf
 from verl_rhyme.checks.doctor import FAIL, Check
 from verl_rhyme.checks.predicates import (
     ACTOR,
+    ADAPTER,
     CORRECTION,
     ENGINE,
     ESTIMATOR,
     FILTER,
+    MEGATRON_ADAPTER,
     MEGATRON_RANK,
     MERGE,
     MODE,
@@ -45,6 +47,7 @@ from verl_rhyme.checks.predicates import (
     splits_groups,
     trains_lora,
     uncorrected,
+    unread_adapter,
 )
 from verl_rhyme.checks.rules import of_config
 from verl_rhyme.config import CONFIG_PATH, PIPELINES, PRESETS, STOCK, TOPOLOGIES, RhymeConfig
@@ -71,9 +74,9 @@ VERL_ROLLOUT_KEYS = {
     "logprobs_mode": "logprobs_mode",
 }
 
-#: Values of ``algorithm.adv_estimator`` that are defined for on-policy samples only: OPO (arXiv:2505.23585: "exact
-#: on-policy training") and ReMax (arXiv:2310.10505), whose baseline is the current policy's greedy response.
-ON_POLICY_ESTIMATORS = ("opo", "remax")
+#: Values of ``algorithm.adv_estimator`` that fail in the first training step of verl's V1 trainer, whose
+#: ``_compute_advantage`` fetches no reward components, greedy baselines or sums of squared probabilities.
+LEGACY_ESTIMATORS = ("gdpo", "optimal_token_baseline", "remax", "tir_optimal_token_baseline")
 
 #: Whether a row applies to a run with a rhyme tree, with drafts, or with the pipeline.
 with_rhyme, with_drafts, with_pipeline = map(attrgetter, ("rhyme", "drafting", "pipeline"))
@@ -124,6 +127,12 @@ TABLE = (
         with_rhyme,
         "rhyme extends verl's V1 trainer",
         "set trainer.use_v1=true",
+    ),
+    Row(
+        (Option(ESTIMATOR, lambda estimator, run: estimator in LEGACY_ESTIMATORS),),
+        lambda run: run.rhyme is not None and run.topology is not None,
+        "verl's V1 trainer does not compute what this estimator needs, and would fail after the first rollout",
+        "set another one, such as grpo",
     ),
     Row(
         (Option(f"{ROLLOUT}.disaggregation.enabled"), *_engine("kv_transfer_config", "worker_extension_cls")),
@@ -235,12 +244,14 @@ TABLE = (
             Option(RANK, other_rank(MEGATRON_RANK, lambda run: run.megatron), f"set {MEGATRON_RANK} instead"),
             Option(
                 MEGATRON_RANK,
-                other_rank(RANK, lambda run: str(run.value(STRATEGY)).startswith("fsdp")),
+                other_rank(RANK, lambda run: not run.megatron),
                 f"set {RANK} instead",
             ),
+            Option(ADAPTER, unread_adapter(megatron=False), f"also set {RANK}; with Megatron, {MEGATRON_ADAPTER}"),
+            Option(MEGATRON_ADAPTER, unread_adapter(megatron=True), f"also set {MEGATRON_RANK}; with FSDP, {ADAPTER}"),
         ),
         with_rhyme,
-        "this training engine has another key for the rank, and without it trains all weights",
+        "this training engine reads another key, and without it trains all weights or a new adapter",
         "set the other key",
         (STRATEGY,),
     ),
@@ -322,7 +333,8 @@ TABLE = (
                 lambda kept, run: not kept,
                 f"set {ROLLOUT}.calculate_log_probs=true, or {CONFIG_PATH}.max_staleness=0",
             ),
-            Option(ESTIMATOR, lambda estimator, run: estimator in ON_POLICY_ESTIMATORS),
+            # "exact on-policy training" (arXiv:2505.23585)
+            Option(ESTIMATOR, lambda estimator, run: estimator == "opo"),
             Option(
                 LOSS,
                 uncorrected,

@@ -26,6 +26,8 @@ PROMPT, RESPONSE = "data.max_prompt_length", "data.max_response_length"
 MERGE = "actor_rollout_ref.model.lora.merge"
 #: Rank of adapters, to FSDP and to Megatron.
 RANK, MEGATRON_RANK = "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank"
+#: Folder of an adapter to begin with, to FSDP and to Megatron.
+ADAPTER, MEGATRON_ADAPTER = "actor_rollout_ref.model.lora_adapter_path", "actor_rollout_ref.model.lora.adapter_path"
 STRATEGY = f"{ACTOR}.strategy"
 SLOTS = f"{ROLLOUT}.max_num_seqs"
 
@@ -148,6 +150,13 @@ def trains_lora(run: Run) -> bool:
 def other_rank(key: str, when: Callable[[Run], bool]) -> Callable[[Any, Run], bool]:
     """Whether an engine that reads only ``key`` finds no rank there."""
     return lambda rank, run: when(run) and int(rank or 0) > 0 and not int(run.value(key) or 0)
+
+
+def unread_adapter(megatron: bool) -> Callable[[Any, Run], bool]:
+    """Whether an adapter's folder is not read: the key is that of Megatron or of FSDP, and each reads its own alone,
+    where it has a rank."""
+    rank = MEGATRON_RANK if megatron else RANK
+    return lambda folder, run: folder is not None and (run.megatron != megatron or not int(run.value(rank) or 0))
 
 
 def adapters_in_engines(run: Run) -> bool:

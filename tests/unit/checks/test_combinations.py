@@ -39,11 +39,13 @@ MERGED = "actor_rollout_ref.model.lora.merge=true"
 LIVE = f"{CONFIG_PATH}.drafting.live_tokens"
 VANILLA = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
 LORA = "actor_rollout_ref.model.lora_rank=8"
+ADAPTER, MEGATRON_ADAPTER = "actor_rollout_ref.model.lora_adapter_path", "actor_rollout_ref.model.lora.adapter_path"
 NO_DRAFTS = f"{CONFIG_PATH}.drafting.enable=false"
 #: For each option of each row, in table order: preset, and overrides that only this option refuses.
 CASES = [
     ("histospec", [f"{R}.name=sglang"]),
     ("full", ["trainer.use_v1=false"]),
+    ("histospec", ["algorithm.adv_estimator=remax"]),
     ("histospec", [f"{R}.disaggregation.enabled=true"]),
     ("sorted", [f"{E}.kv_transfer_config={{kv_role: kv_both}}"]),
     ("full", [f"{E}.worker_extension_cls=my.Extension"]),
@@ -74,6 +76,8 @@ CASES = [
     ("full", [LORA, MERGED, SEPARATE, f"{BACKEND}=delta_sharded"]),
     ("full", [f"{STRATEGY}=megatron", LORA, MERGED]),
     ("histospec", [f"{STRATEGY}=fsdp", "actor_rollout_ref.model.lora.rank=8"]),
+    ("full", [f"{STRATEGY}=fsdp2", f"{ADAPTER}=/adapter"]),
+    ("histospec", [f"{STRATEGY}=megatron", f"{MEGATRON_ADAPTER}=/adapter"]),
     ("full", [f"{STRATEGY}=megatron", f"{VANILLA}=true", "actor_rollout_ref.model.lora.rank=8", MERGED]),
     ("histospec", [f"{R}.agent.agent_loop_manager_class=null"]),
     ("full", ["trainer.v1.trainer_mode=my_async"]),
@@ -164,7 +168,7 @@ def test_verls_defaults_need_no_further_override(preset: str) -> None:
         ),
         ("histospec", [SEPARATE, f"{STEPS}=4", "algorithm.adv_estimator=opo", f"{LOSS}=gpg", f"{BACKEND}=relay"]),
         ("histospec", [SEPARATE, f"{BACKEND}=naive"]),  # verl checks it
-        ("histospec", ["trainer.v1.trainer_mode=my_async", f"{BACKEND}=relay"]),
+        ("histospec", ["trainer.v1.trainer_mode=my_async", f"{BACKEND}=relay", "algorithm.adv_estimator=gdpo"]),
         ("histospec", [NO_DRAFTS, f"{R}.data_parallel_size=2"]),
         ("histospec", [f"{E}.async_scheduling=true"]),
         ("full", [f"{E}.async_scheduling=false"]),
@@ -180,7 +184,7 @@ def test_verls_defaults_need_no_further_override(preset: str) -> None:
         ("full", [f"{CONFIG_PATH}.scheduling.at_version=regenerate", f"{R}.enable_rollout_routing_replay=true"]),
         ("full", [SEPARATE, ELASTIC, f"{CONFIG_PATH}.scheduling.at_version=finish"]),
         # LoRA: merged, as separate engines get it; or with room for a draft token
-        ("histospec", [LORA, MERGED]),
+        ("histospec", [LORA, MERGED, f"{ADAPTER}=/adapter"]),
         ("full", [LORA, SEPARATE, f"{STRATEGY}=fsdp2"]),
         ("full", ["actor_rollout_ref.model.lora.rank=8", SEPARATE, f"{STRATEGY}=megatron"]),
         ("full", [LORA, f"{R}.max_num_seqs=256", f"{R}.max_num_batched_tokens=512"]),
