@@ -176,11 +176,32 @@ def batches(config: Any, plan: Plan) -> Iterator[Check]:
     elif mini * n % dp:
         detail = f"a mini-batch of {mini} x {n} responses is not divisible by {dp} data-parallel ranks"
         problems.append((detail, f"change {_A}.ppo_mini_batch_size or {_R}.n"))
-    if actor.use_dynamic_bsz and int(actor.ppo_max_token_len_per_gpu) * _split(plan) < sequence_tokens(config):
-        detail = f"ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} is below the longest prompt and response"
-        problems.append((detail, f"raise it to {-(-sequence_tokens(config) // _split(plan))} or more"))
+    for key, tokens, split in _budgets(config, plan):
+        if tokens * split < sequence_tokens(config):
+            detail = f"{key}={tokens} is below the longest prompt and response"
+            problems.append((detail, f"raise it to {-(-sequence_tokens(config) // split)} or more"))
     passed = f"{batch} prompts x {n} in {batch // mini} optimizer steps, each of {mini * n // dp} responses per rank"
     yield from _report("batches", problems, passed)
+
+
+def _budgets(config: Any, plan: Plan) -> Iterator[tuple[str, int, int]]:
+    """Yield the key and tokens of each budget of dynamic micro-batches, and how many GPUs share a sequence."""
+    ref, critic = config.actor_rollout_ref, config.critic
+    if ref.actor.use_dynamic_bsz:
+        yield f"{_A}.ppo_max_token_len_per_gpu", int(ref.actor.ppo_max_token_len_per_gpu), _split(plan)
+    sections = {
+        "rollout": not OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"),
+        "ref": ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward,
+    }
+    for name in (name for name, used in sections.items() if used and ref[name].log_prob_use_dynamic_bsz):
+        key = "log_prob_max_token_len_per_gpu"
+        yield f"actor_rollout_ref.{name}.{key}", int(ref[name][key]), _split(plan)
+    if plan.critic and critic.use_dynamic_bsz:
+        engine = critic.get("megatron") or critic.get("fsdp") or {}
+        splits = engine.get("context_parallel_size"), engine.get("ulysses_sequence_parallel_size")
+        split = max(int(each or 1) for each in (*splits, critic.get("ulysses_sequence_parallel_size")))
+        key = "ppo_infer_max_token_len_per_gpu"  # the only one that the V1 trainer reads, and not in verl's YAML
+        yield f"critic.{key}", int(critic.get(key) or 32768), split
 
 
 def _split(plan: Plan) -> int:

@@ -71,15 +71,14 @@ def read(config: Any, fields: Mapping[str, Any] | None = None) -> Plan:
     actor, rollout = ref.actor, ref.rollout
     strategy = str(actor.strategy)
     gpus = int(config.trainer.nnodes) * int(config.trainer.n_gpus_per_node)
-    engine = actor.get("megatron" if strategy == "megatron" else "fsdp_config") or {}
+    engine = actor.get(strategy if strategy in ("megatron", "veomni") else "fsdp_config") or {}
     if strategy == "megatron":
         tp, pp, cp = (int(engine[f"{kind}_parallel_size"]) for kind in ("tensor_model", "pipeline_model", "context"))
         split = cp
     else:
         tp = pp = cp = 1
-        split = max(
-            int(engine.get("ulysses_sequence_parallel_size", 1)), int(actor.get("ulysses_sequence_parallel_size", 1))
-        )
+        names = ("ulysses_sequence_parallel_size", "ulysses_parallel_size")  # the second is VeOmni's
+        split = max(int(section.get(name) or 1) for section in (engine, actor) for name in names)
     model_parallel = tp * pp * split
     data_parallel = max(1, gpus // model_parallel)
     colocated = bool(ref.get("hybrid_engine", True))

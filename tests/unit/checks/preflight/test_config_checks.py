@@ -12,6 +12,9 @@ from verl_rhyme.checks.preflight import user_code
 from verl_rhyme.config import ConfigError
 
 MODE = "trainer.v1.trainer_mode=separate_async"
+REFERENCE = [f"{A}.use_kl_loss=true", "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true"]
+#: A response beyond the critic's budget, which is fixed at 32,768 tokens without a key in verl's YAML.
+LONG = ["data.max_response_length=40000", f"{A}.ppo_max_token_len_per_gpu=50000"]
 RHYME = f"{R}.custom.rhyme"
 LORA = "actor_rollout_ref.model.lora_rank=8"
 HYBRID = f"actor_rollout_ref.model.path={MODELS}/qwen3_next"
@@ -43,6 +46,17 @@ def test_a_valid_run_has_no_complaints(world):
         (["data.train_batch_size=48"], "batches", "ppo_mini_batch_size=32"),
         ([f"{R}.n=1", f"{A}.ppo_mini_batch_size=4"], "batches", "8 data-parallel ranks"),
         ([f"{A}.use_dynamic_bsz=true", f"{A}.ppo_max_token_len_per_gpu=1000"], "batches", "raise it to 1536"),
+        (
+            [f"{R}.log_prob_use_dynamic_bsz=true", f"{R}.log_prob_max_token_len_per_gpu=999"],
+            "batches",
+            f"{R}.log_prob_",
+        ),
+        ([*REFERENCE, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=999"], "batches", "actor_rollout_ref.ref."),
+        (
+            ["critic.enable=true", "critic.use_dynamic_bsz=true", *LONG],
+            "batches",
+            "critic.ppo_infer_max_token_len_per_",
+        ),
         (["actor_rollout_ref.hybrid_engine=false"], "batches", "separate_async"),
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.foldr=/x"], "weights", "takes only folder=PATH"),
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay=/x"], "weights", "takes only folder=PATH"),
@@ -205,6 +219,9 @@ def test_tokens_of_a_micro_batch(world):
     assert preflight(world, *dynamic).plan.training.tokens == 3000
     split = preflight(world, f"{A}.ulysses_sequence_parallel_size=2", f"{A}.ppo_micro_batch_size_per_gpu=1").plan
     assert (split.data_parallel, split.training.tokens) == (4, 768)
+    veomni = ["model_engine=veomni", f"{A}.veomni.ulysses_parallel_size=2", f"{A}.ppo_max_token_len_per_gpu=800"]
+    found = preflight(world[1:], *veomni, *dynamic[:1])
+    assert (found.plan.data_parallel, only(found, "batches").status) == (4, "ok")
 
 
 def documented():
