@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from verl_rhyme.checks import doctor, run_lock, startup
 from verl_rhyme.checks.preflight import config_checks
+from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.config import ConfigError, config_tree
 
 RHYME = "actor_rollout_ref.rollout.custom.rhyme"
@@ -295,3 +296,14 @@ def test_an_agent_loop_manager_of_ones_own(tmp_path, monkeypatch, build, name, t
     tree = build(tmp_path, agent={"agent_loop_manager_class": f"own_managers.{name}"})
     found = [str(each) for each in config_checks.agent_loops(tree, config_tree.from_verl(tree))]
     assert not found if told is None else told in found[0]
+
+
+def test_engines_get_the_length_of_drafts_from_the_start(run, verl):
+    """Also in the type of verl's servers; the run's own option stays, and with it the run's name."""
+    from verl.utils.config import omega_conf_to_dataclass
+
+    config = compose(["+rhyme=histospec", *run, "actor_rollout_ref.model.lora_rank=8"])
+    startup.check(config)
+    rollout = config.actor_rollout_ref.rollout
+    assert config_tree.chosen_tokens(rollout) == config_tree.chosen_tokens(omega_conf_to_dataclass(rollout)) == 31
+    assert config_tree.from_verl(config).drafting.max_tokens == 32

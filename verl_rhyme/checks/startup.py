@@ -71,32 +71,35 @@ def check(config: Any, in_task: bool = False) -> None:
     """Check verl's whole config if it has a rhyme tree; without one, only settings that require rhyme are refused.
 
     Warnings go to standard error. ``in_task``: Ray hides GPUs from this task, and holds memory already, so that checks
-    of this machine warn. Raises ConfigError, with a line for each problem, if the run would fail or silently ignore
-    settings.
+    of this machine warn. The engines take the length of drafts that is set in ``config``. Raises ConfigError, with a
+    line for each problem, if the run would fail or silently ignore settings.
     """
     rhyme = config_tree.from_verl(config)
     if rhyme is not None:
         _check_installation()
-    findings = _examine(config, rhyme, in_task)
+    findings, tokens = _examine(config, rhyme, in_task)
     if failed := [str(finding) for finding in findings if finding.status == FAIL]:
         raise ConfigError("\n".join(failed))
     for finding in findings:
         if finding.status == WARN:
             print(f"verl-rhyme: warning: {finding}", file=sys.stderr)
+    if tokens:
+        OmegaConf.update(config, config_tree.CHOSEN, tokens, force_add=True)
 
 
-def _examine(config: Any, rhyme: RhymeConfig | None, in_task: bool) -> Sequence[Check]:
+def _examine(config: Any, rhyme: RhymeConfig | None, in_task: bool) -> tuple[Sequence[Check], int]:
+    """Return the findings, and the most draft tokens of a request in a step; 0 if that is the engines' choice."""
     whole = all(section in config for section in ("actor_rollout_ref", "data", "trainer", "algorithm", "reward"))
     if rhyme is None or not whole or os.environ.get(SKIP) == "1":
-        return [*config_checks.rhyme(config, None), *config_checks.agent_loops(config, rhyme)]
+        return [*config_checks.rhyme(config, None), *config_checks.agent_loops(config, rhyme)], 0
     address = OmegaConf.select(config, ADDRESS)
     resolved = OmegaConf.create(OmegaConf.to_container(config))  # type: ignore[arg-type]
     try:
         OmegaConf.resolve(resolved)
-        found = checks.examine(resolved, elsewhere=in_task or in_cluster(address), imports=False).checks
+        found = checks.examine(resolved, elsewhere=in_task or in_cluster(address), imports=False)
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(str(error).splitlines()[0]) from error
-    return [*found, *config_checks.agent_loops(config, rhyme)]
+    return [*found.checks, *config_checks.agent_loops(config, rhyme)], found.draft_tokens
 
 
 def _check_installation() -> None:

@@ -17,6 +17,9 @@ from verl_rhyme.config.checks import coerce
 #: Paths that users mistake for :data:`CONFIG_PATH`.
 _WRONG_PLACES = ("rhyme", "custom.rhyme", "actor_rollout_ref.rhyme", "actor_rollout_ref.rollout.rhyme")
 
+#: Key of verl's config with the most draft tokens of a request in a step, as start-up chose them for the memory.
+CHOSEN = f"{CONFIG_PATH}_draft_tokens"
+
 #: Options that users set without their path; other names may be a user's own keys.
 _DISTINCT = ("max_staleness", "drafting")
 
@@ -78,6 +81,11 @@ def from_rollout(rollout_config: Any) -> RhymeConfig | None:
     if OmegaConf.is_config(tree):
         tree = OmegaConf.to_container(tree, resolve=True)
     return parse(tree)
+
+
+def chosen_tokens(rollout_config: Any) -> int | None:
+    """Return the draft tokens that start-up chose (:data:`CHOSEN`) in verl's rollout config; ``None`` without one."""
+    return (rollout_config.get("custom", None) or {}).get(CHOSEN.rpartition(".")[2])
 
 
 def _build(cls: type[Any], tree: Any, where: str) -> Any:

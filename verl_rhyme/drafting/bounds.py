@@ -6,6 +6,8 @@ verifies (:mod:`verl_rhyme.engine.sampler`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from verl_rhyme.config import MAX_DRAFT_TOKENS
@@ -22,6 +24,16 @@ def engine_tokens(wanted: int, *, recurrent: bool, adapters: bool, slots: int, s
     """
     longest = min(wanted, MAX_TOKENS) if recurrent else wanted
     return max(0, min(longest, step_tokens // slots - 1)) if adapters else longest
+
+
+def affordable_tokens(longest: int, requests: int, capacity: Callable[[int], float]) -> int:
+    """Return the most draft tokens, from 1 to ``longest``, whose states cost no request that the run wants at once.
+
+    ``requests``: those of an engine that the run has at once. ``capacity``: the requests that an engine's cache holds
+    at once with so many draft tokens; with 0 of them it may hold fewer than the run wants.
+    """
+    wanted = min(requests, capacity(0))
+    return next((tokens for tokens in range(longest, 1, -1) if capacity(tokens) >= wanted), min(longest, 1))
 
 
 def logits_budget(vocab: int, rows: int, slots: int, memory: int, itemsize: int = 2, ranks: int = 1) -> int:

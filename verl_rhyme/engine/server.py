@@ -99,7 +99,7 @@ class RhymeHttpServer(vLLMHttpServer):
         recurrent.refuse(recurrent.undrafted(fields))
         hybrid, drafting = bool(recurrent.recurrent(fields)), self._rhyme.to_dict()["drafting"]
         drafting["max_tokens"] = engine_tokens(
-            drafting["max_tokens"],
+            config_tree.chosen_tokens(self.config) or drafting["max_tokens"],
             recurrent=hybrid,
             adapters=self.lora_as_adapter,
             slots=self.config.max_num_seqs,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_rhyme.config import DraftingConfig
-from verl_rhyme.drafting.bounds import engine_tokens, logits_budget, request_limits, step_budget
+from verl_rhyme.drafting.bounds import affordable_tokens, engine_tokens, logits_budget, request_limits, step_budget
 
 MEMORY = DraftingConfig().logits_memory
 sizes = {"vocab": st.integers(1, 300_000), "rows": st.integers(1, 1024), "memory": st.integers(0, 16 << 30)}
@@ -62,3 +62,19 @@ def test_at_verls_sizes_adapters_take_one_token_and_recurrent_layers_most():
     sizes = {"slots": 256, "step_tokens": 8192}
     assert engine_tokens(32, recurrent=False, adapters=True, **sizes) == 31
     assert [engine_tokens(wanted, recurrent=True, adapters=True, **sizes) for wanted in (32, 2)] == [4, 2]
+
+
+@given(longest=st.integers(1, 8), requests=st.integers(0, 300), room=st.floats(0, 1e6), state=st.floats(0, 100))
+def test_states_of_drafts_take_no_request_that_the_run_wants(longest, requests, room, state):
+    def capacity(tokens):
+        return room / (100 + state * (1 + tokens))
+
+    tokens = affordable_tokens(longest, requests, capacity)
+    assert 1 <= tokens <= longest
+    wanted = min(requests, capacity(0))
+    assert tokens == 1 or capacity(tokens) >= wanted
+    assert tokens == longest or capacity(tokens + 1) < wanted
+
+
+def test_without_drafts_none_are_affordable():
+    assert affordable_tokens(0, 8, lambda tokens: 9.0) == 0

@@ -293,13 +293,22 @@ async def test_engine_that_loads_weights_is_healthy(server, monkeypatch):
 # ---- engine options ----
 
 
-def options(server, model_type, drafting, mode="processed_logprobs", given=(), own=None, layers=0, lora=0, **rhyme):
+class Rollout(SimpleNamespace):
+    """verl's rollout config."""
+
+    def get(self, key, default=None):
+        return getattr(self, key, default)
+
+
+def options(
+    server, model_type, drafting, mode="processed_logprobs", given=(), own=None, layers=0, lora=0, custom=None, **rhyme
+):
     """Return ``engine_kwargs`` as the server completes them."""
     tree = {"drafting": {"enable": drafting, "model": own}, "history": {"dir": "/history"}, **rhyme}
     server._rhyme = config_tree.parse(tree)
     sizes = {"cudagraph_capture_sizes": None, "max_num_seqs": 8, "max_num_batched_tokens": 256}
-    server.config = SimpleNamespace(
-        checkpoint_engine=None, logprobs_mode=mode, mtp=None, enable_prefix_caching=True, **sizes
+    server.config = Rollout(
+        checkpoint_engine=None, logprobs_mode=mode, mtp=None, enable_prefix_caching=True, custom=custom, **sizes
     )
     tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0}, name_or_path="t")
     fields = {"num_nextn_predict_layers": layers} if layers else {}
@@ -366,3 +375,10 @@ def test_server_looks_at_the_models_drafter_before_the_engine_does(server, tmp_p
     head.save_pretrained(tmp_path / "head")
     with pytest.raises(ConfigError, match="vocabulary entries"):
         options(server, "qwen3", drafting=True, own=str(tmp_path / "head"))
+
+
+def test_server_takes_the_length_that_start_up_chose(server):
+    """It knows the model's layers itself."""
+    for chosen, tokens in ((2, 2), (32, 4)):
+        made = options(server, "qwen3_5", drafting=True, custom={"rhyme_draft_tokens": chosen})
+        assert made["speculative_config"]["num_speculative_tokens"] == tokens

@@ -39,6 +39,11 @@ class Preflight:
     estimate: Estimate | None  # ``None`` where the model or the strategy is unknown; a check reports the reason
     machine: Machine
 
+    @property
+    def draft_tokens(self) -> int:
+        """Most draft tokens of a request in a step; 0 without drafts."""
+        return self.estimate.serving.draft_tokens if self.estimate else self.plan.rollout.draft_tokens
+
 
 def examine(
     config: Any, elsewhere: bool = False, imports: bool = True, notes: Mapping[str, str] | None = None
@@ -65,7 +70,7 @@ def examine(
         *config_checks.batches(config, plan),
         *config_checks.load(config, plan),
         *config_checks.rollout(config, plan),
-        *config_checks.drafts(config, plan, fields),
+        *config_checks.drafts(config, plan, fields, found.serving if found else None),
         *run_folder.check(config, notes),
         *run_folder.resume(config),
     ]

@@ -12,6 +12,7 @@ from verl_rhyme.checks import combinations
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.checks.predicates import MERGE
 from verl_rhyme.checks.preflight import values
+from verl_rhyme.checks.preflight.memory import Serving
 from verl_rhyme.checks.preflight.plan import Plan, sequence_tokens
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree, training_order
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
@@ -221,14 +222,17 @@ def rollout(config: Any, plan: Plan) -> Iterator[Check]:
     yield from _report("rollout", problems, f"{serving.max_model_len} tokens per request, {budget} per step")
 
 
-def drafts(config: Any, plan: Plan, fields: Mapping[str, Any]) -> Iterator[Check]:
-    """Report what the engines change for drafts; ``fields`` are those of the model's ``config.json``."""
+def drafts(config: Any, plan: Plan, fields: Mapping[str, Any], serving: Serving | None) -> Iterator[Check]:
+    """Report what the engines change for drafts, and what drafts cost them.
+
+    ``fields`` are those of the model's ``config.json``, ``serving`` the estimate of an engine's memory, if known.
+    """
     if plan.rhyme is None or not plan.rhyme.drafting.enable or recurrent.undrafted(fields):
         return
     rollout, wanted, hybrid = plan.rollout, plan.rhyme.drafting.max_tokens, bool(recurrent.recurrent(fields))
+    off = f"{CONFIG_PATH}.drafting.enable=false"
     if hybrid and config.actor_rollout_ref.rollout.enable_prefix_caching:
-        remedy = f"none needed for single turns; {CONFIG_PATH}.drafting.enable=false keeps prefix caching"
-        yield Check("drafts", WARN, recurrent.UNCACHED, remedy)
+        yield Check("drafts", WARN, recurrent.UNCACHED, f"none needed for single turns; {off} keeps prefix caching")
     if rollout.draft_tokens < (min(wanted, recurrent.MAX_TOKENS) if hybrid else wanted):
         detail = (
             f"at most {rollout.draft_tokens} tokens, not drafting.max_tokens={wanted}: with LoRA adapters, vLLM "
@@ -236,3 +240,20 @@ def drafts(config: Any, plan: Plan, fields: Mapping[str, Any]) -> Iterator[Check
         )
         step = f"raise {_R}.max_num_batched_tokens to {rollout.max_num_seqs * (wanted + 1)}"
         yield Check("drafts", WARN, detail, f"none needed; for longer drafts {step}, or set {MERGE}=true")
+    if serving is None or not hybrid:
+        return
+    without = min(rollout.requests, int(serving.undrafted))
+    if serving.sequences < without:
+        detail = (
+            f"an engine holds {int(serving.sequences)} requests of {rollout.longest} tokens at once, since even drafts "
+            f"of one token need states; without drafts, {without}"
+        )
+        room = f"raise {_R}.gpu_memory_utilization"
+        yield Check("drafts", WARN, detail, f"{room}, or, if most responses are long, set {off}")
+    elif serving.draft_tokens < rollout.draft_tokens:
+        detail = (
+            f"at most {serving.draft_tokens} tokens, not {rollout.draft_tokens}, so that their states leave room for "
+            f"{without} requests of {rollout.longest} tokens at once in an engine"
+        )
+        remedy = f"none needed; for longer drafts raise {_R}.gpu_memory_utilization, or lower {_R}.max_num_seqs"
+        yield Check("drafts", WARN, detail, remedy)

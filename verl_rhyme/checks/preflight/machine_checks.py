@@ -161,8 +161,8 @@ def gpu_memory(found: Estimate, plan: Plan) -> Iterator[Check]:
     detail = f"{serving.tokens} tokens per replica, {requests}"
     if serving.state_bytes:
         detail += (
-            f"; the states of a request take {gib(serving.state_bytes)}, with drafts: {serving.undrafted:.1f} requests "
-            "without"
+            f"; the states of a request take {gib(serving.state_bytes)} with {serving.draft_tokens} draft tokens: "
+            f"{serving.undrafted:.1f} requests without drafts"
         )
     if serving.tokens < plan.rollout.max_model_len:
         detail = (

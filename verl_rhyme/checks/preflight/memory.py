@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from verl_rhyme.drafting.bounds import affordable_tokens
 from verl_rhyme.planning.architecture import Architecture
 
 #: Bytes of CUDA's context, cuBLAS workspaces and NCCL's buffers, a round figure (not measured).
@@ -72,7 +73,8 @@ class Rollout:
     max_num_batched_tokens: int = 8192
     weight_bytes: int = 2  # per element
     cache_bytes: int = 2  # per element of the KV cache
-    draft_tokens: int = 0  # most of a step's, each with a state of recurrent layers
+    requests: int = 0  # that the run has in an engine at once
+    draft_tokens: int = 0  # most of a request in a step; each has a state of recurrent layers
     draft_bytes: int = 0  # for the logits of draft tokens, in addition to vLLM's profiled peak
     text_bytes: int = 0  # of decoded histories and of live texts in a replica's host memory
     adapters: int = 0  # rank of LoRA adapters that vLLM keeps beside the weights
@@ -269,6 +271,7 @@ class Serving:
     activations: int  # bytes of the peak of vLLM's profile run
     cache: int  # bytes left for the KV cache, negative if the rest does not fit
     bytes_per_token: int  # of KV cache
+    draft_tokens: int  # most of a request in a step, as many as the states' memory allows
     state_bytes: int  # of a request in recurrent layers
     tokens: int  # that fit on one replica
     sequences: float  # of the run's longest requests, that fit on one replica
@@ -280,7 +283,8 @@ def serve(model: Architecture, rollout: Rollout, gpu_bytes: int, drafter: Drafte
 
     The profile run is a step of ``max_num_batched_tokens`` with residual, norm, both halves of the MLP and their
     product. For ``max_num_seqs`` requests, it has the logits and two fp32 tables of the sampler, which ``tp`` does not
-    split.
+    split. Draft tokens of models with recurrent layers are as many as
+    :func:`~verl_rhyme.drafting.bounds.affordable_tokens` allows.
     """
     own = drafter or Drafter(0, 0)
     adapters = -(-model.layers // rollout.pp) * model.adapter(rollout.adapters, rollout.tp)
@@ -290,22 +294,28 @@ def serve(model: Architecture, rollout: Rollout, gpu_bytes: int, drafter: Drafte
     share = int(rollout.utilization * gpu_bytes)
     per_token = (model.cache_values(rollout.tp, rollout.pp) + own.cache_values) * rollout.cache_bytes
     cache = share - weights - max(forward, sampler)
-    nets = model.delta_nets
-    states, plain = (nets.state_bytes(drafts, rollout.tp) if nets else 0 for drafts in (rollout.draft_tokens, 0))
-    tokens = max(0, cache - states) // per_token
-    sequences, undrafted = (
-        max(0, cache) / (rollout.longest * per_token + size) if rollout.longest else 0.0 for size in (states, plain)
-    )
+
+    nets, drafts = model.delta_nets, rollout.draft_tokens
+
+    def states(drafts: int) -> int:
+        return nets.state_bytes(drafts, rollout.tp) if nets else 0
+
+    def capacity(drafts: int) -> float:
+        return max(0, cache) / (rollout.longest * per_token + states(drafts)) if rollout.longest else 0.0
+
+    if nets:
+        drafts = affordable_tokens(drafts, rollout.requests, capacity)
     return Serving(
         share=share,
         weights=weights,
         activations=max(forward, sampler),
         cache=cache,
         bytes_per_token=per_token,
-        state_bytes=states,
-        tokens=tokens,
-        sequences=sequences,
-        undrafted=undrafted,
+        draft_tokens=drafts,
+        state_bytes=states(drafts),
+        tokens=max(0, cache - states(drafts)) // per_token,
+        sequences=capacity(drafts),
+        undrafted=capacity(0),
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import ListConfig, OmegaConf
 
+from verl_rhyme.checks.predicates import Run, adapters_in_engines
 from verl_rhyme.checks.preflight.memory import Rollout, Training
 from verl_rhyme.checks.rules import of_config
 from verl_rhyme.config import RhymeConfig, config_tree
@@ -108,10 +109,9 @@ def read(config: Any, fields: Mapping[str, Any] | None = None) -> Plan:
         )
     critic = config.critic.get("enable")
     rhyme, rules = _rhyme(config)
-    # verl merges adapters on request, and rhyme wherever engines are separate (trainer/base.py)
-    adapters = 0 if standalone or (ref.model.get("lora") or {}).get("merge") else lora
+    adapters = lora if adapters_in_engines(Run(config, rhyme, rules)) else 0
     replica = (rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.pipeline_model_parallel_size)
-    return Plan(
+    plan = Plan(
         strategy=strategy,
         device=str(config.trainer.device),
         training=training,
@@ -133,6 +133,17 @@ def read(config: Any, fields: Mapping[str, Any] | None = None) -> Plan:
         rhyme=rhyme,
         rules=rules,
     )
+    return replace(plan, rollout=replace(plan.rollout, requests=_requests(config, plan)))
+
+
+def _requests(config: Any, plan: Plan) -> int:
+    """Return the requests that the run has in one engine at once, at most ``max_num_seqs``."""
+    slots, samples = plan.rollout.max_num_seqs, float("inf")  # verl's asynchronous modes
+    if plan.rules is not None:
+        samples = plan.rules.batches * plan.rules.batch_samples
+    elif config.trainer.v1.trainer_mode == "sync":
+        samples = int(config.data.train_batch_size) * int(config.actor_rollout_ref.rollout.n)
+    return math.ceil(min(slots, samples / max(1, plan.replicas)))
 
 
 def data_files(config: Any, option: str) -> list[str]:
@@ -208,7 +219,6 @@ def _rollout(config: Any, rhyme: RhymeConfig | None, fields: Mapping[str, Any], 
     rollout = config.actor_rollout_ref.rollout
     slots, step_tokens = int(rollout.max_num_seqs), int(rollout.max_num_batched_tokens)
     drafting = rhyme.drafting if rhyme and rhyme.drafting.enable else None
-    sizes = {"slots": slots, "step_tokens": step_tokens}
     kind = {"recurrent": bool(recurrent(fields)), "adapters": adapters > 0}
     engine = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
     weight = 1 if rollout.get("quantization") else _size(rollout.dtype)
@@ -223,9 +233,11 @@ def _rollout(config: Any, rhyme: RhymeConfig | None, fields: Mapping[str, Any], 
         max_num_batched_tokens=step_tokens,
         weight_bytes=weight,
         cache_bytes=_size(rollout.dtype if cache == "auto" else cache),
-        draft_tokens=engine_tokens(drafting.max_tokens, **kind, **sizes) if drafting else 0,
+        draft_tokens=(
+            engine_tokens(drafting.max_tokens, slots=slots, step_tokens=step_tokens, **kind) if drafting else 0
+        ),
         draft_bytes=drafting.logits_memory if drafting else 0,
-        text_bytes=_text_bytes(config, rhyme) if drafting else 0,
+        text_bytes=_text_bytes(config, rhyme) if rhyme and drafting else 0,
         adapters=adapters,
     )
 

@@ -217,6 +217,27 @@ def test_the_kv_cache_is_counted_in_requests_of_this_run(world):
     assert found.plan.rollout.max_model_len == 32768, "the model's limit; vLLM needs room for one such request"
 
 
+@pytest.mark.parametrize(
+    ("more", "tokens", "words"),
+    [
+        ([f"{R}.n=8", "data.max_response_length=9728"], 4, ""),
+        ([f"{R}.n=16", "data.max_response_length=1536"], 3, "room for 128 requests of 2048 tokens at once"),
+        ([f"{R}.n=16", "data.max_response_length=9728"], 1, "94 requests of 10240 tokens at once, since even drafts"),
+        (["trainer.v1.trainer_mode=colocate_async", "data.max_response_length=9728"], 1, "without drafts, 107"),
+        ([f"{R}.n=16", f"{R}.custom.rhyme.drafting.enable=false"], 0, ""),
+    ],
+)
+def test_states_of_drafts_leave_room_for_the_runs_requests(world, tmp_path, more, tokens, words):
+    """Eight engines on GPUs of 80 GB; 64 prompts in a batch."""
+    (tmp_path / "model" / "config.json").write_text(json.dumps(architecture.PUBLISHED["Qwen/Qwen3.5-9B"]))
+    sizes = [f"{R}.tensor_model_parallel_size=1", f"{R}.gpu_memory_utilization=0.7", f"{R}.max_num_seqs=128"]
+    found = preflight(world, *sizes, f"{R}.enable_prefix_caching=false", *more)
+    assert found.draft_tokens == tokens
+    warned = complaints(found).get(("drafts", "warn"), "")
+    assert words in warned
+    assert bool(words) == bool(warned)
+
+
 def test_little_memory_and_disk_warn(world, monkeypatch):
     small = Machine(gpus=8, gpu_bytes=6 << 30, gpu_source="assumed", host_bytes=8 << 30, host_free=1 << 30)
     monkeypatch.setattr(checks, "detect_machine", lambda: small)

@@ -107,3 +107,18 @@ def test_states_take_room_from_a_requests_cache():
     plain = memory.serve(QWEN3_5_9B, replace(rollout, draft_tokens=0), 80 << 30)
     assert plain.sequences == plain.undrafted == serving.undrafted > serving.sequences
     assert memory.serve(QWEN3_5_9B, replace(rollout, tp=2), 80 << 30).state_bytes == serving.state_bytes // 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests", "drafts"),
+    [(2048, 64, 4), (2048, 128, 3), (2048, 184, 2), (2048, 256, 1), (10240, 64, 4), (10240, 128, 1)],
+)
+def test_drafts_are_as_long_as_the_run_leaves_room_for(tokens, requests, drafts):
+    """A GPU of 80 GB holds 349 requests of 2,048 tokens without drafts, and 242, 185, 149 and 125 with 1 to 4 tokens;
+    of 10,240 tokens, 107 and 94, 84, 76 and 69.
+    """
+    rollout = Rollout(utilization=0.7, max_num_seqs=128, longest=tokens, requests=requests, draft_tokens=4)
+    serving = memory.serve(QWEN3_5_9B, rollout, 80 << 30)
+    assert serving.draft_tokens == drafts
+    assert serving.sequences >= requests or serving.draft_tokens == 1
+    assert memory.serve(LLAMA_8B, replace(rollout, draft_tokens=32), 80 << 30).draft_tokens == 32
