@@ -1,4 +1,4 @@
-"""A tiny Qwen3-Next (gated delta nets and attention) in the real engine: with drafts, it generates the model's text.
+"""A tiny dense Qwen3.5 (gated delta nets and attention) in the real engine: with drafts, it generates the model's text.
 
 The layers run on the CPU op of :mod:`verl_rhyme.testing.vllm_cpu_delta_net`, with the slots and counts of vLLM's
 kernels; ``tests/contract/test_delta_net.py`` compares these.
