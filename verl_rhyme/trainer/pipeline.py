@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
@@ -168,7 +167,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         keys, tags = zip(*((key, tag) for key, tag in rows if not tag.get("is_padding", False)), strict=True)
         real = KVBatchMeta(partition_id=batch.partition_id, keys=list(keys), tags=list(tags))
         done = super()._compute_advantage(real, metrics)
-        zeros = {name: torch.zeros(len(padding), 1) for name in _OF_ADVANTAGES}
+        zeros = {name: np.zeros((len(padding), 1), np.float32) for name in _OF_ADVANTAGES}
         fields = TensorDict(zeros, batch_size=len(padding))
         tq.kv_batch_put(keys=padding, partition_id=batch.partition_id, fields=fields)
         return KVBatchMeta(partition_id=batch.partition_id, keys=batch.keys, tags=batch.tags, fields=done.fields)
