@@ -14,13 +14,13 @@ from verl_rhyme.scheduling.rollout import Rollout
 
 class Cleanup:
     """Deletes obsolete entries from TransferQueue in the background. ``lock`` is held for each deletion, and by those
-    who change entries that one may reach."""
+    who change entries that one may reach; ``dropped`` are keys that an earlier coordinator handed over."""
 
-    def __init__(self, lock: asyncio.Lock) -> None:
+    def __init__(self, lock: asyncio.Lock, dropped: Iterable[str] = ()) -> None:
         self._lock = lock
         self._taken: tuple[dict[str, Any], set[str]] | None = None
         self._clearing: asyncio.Task[None] | None = None
-        self._dropped = set[str]()  # keys that find_dropped() has returned and that are still stored
+        self.dropped = {*dropped}  # keys that find_dropped() has returned and that are still stored
 
     def find_dropped(self, rollout: Rollout, listing: dict[str, Any], taken: set[Attempt]) -> list[str]:
         """Return keys of finished trajectories that neither this batch (of attempts ``taken``, which have left
@@ -33,16 +33,16 @@ class Cleanup:
             for key in keys
             if not stored[key].get("is_padding")  # verl's padding of parts that are being trained
         ]
-        returned, self._dropped = self._dropped & stored.keys(), {*unused}
+        returned, self.dropped = self.dropped & stored.keys(), {*unused}
         return [key for key in unused if key not in returned]
 
-    def remember_batch(self, listing: dict[str, Any], keys: Iterable[str]) -> None:
-        """Remember a taken batch, with the listing of that time: its entries are deleted when the trainer is known to
-        have it, except ``keys`` and those of :meth:`find_dropped`, which the trainer deletes itself."""
-        self._taken = listing, {*keys, *self._dropped}
+    def remember(self, listing: dict[str, Any], keys: Iterable[str]) -> None:
+        """Remember a handover, with the listing of that time: entries that nobody needs are deleted when the trainer is
+        known to have it, except ``keys`` and those of :meth:`find_dropped`, which the trainer deletes itself."""
+        self._taken = listing, {*keys, *self.dropped}
 
-    def delete_batch(self, rollout: Rollout) -> None:
-        """Delete the entries of the taken batch: the trainer has it."""
+    def delete_remembered(self, rollout: Rollout) -> None:
+        """Delete the entries of the last handover: the trainer has it."""
         if self._taken is not None:
             (listing, keep), self._taken = self._taken, None
             padding = {key for key, tag in listing.get(TRAIN, {}).items() if tag.get("is_padding")}

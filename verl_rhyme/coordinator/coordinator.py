@@ -31,8 +31,17 @@ from verl_rhyme.observability.batches import batch_metrics, forecast_metrics, pl
 from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.placement import Move, Placement
 from verl_rhyme.processes import queue
-from verl_rhyme.processes.messages import LoadedPrompt, NotOpen, Part, Reply, ResumeState, RunSettings, TrainerWork
-from verl_rhyme.scheduling.attempts import Attempt, AttemptReport
+from verl_rhyme.processes.messages import (
+    Handover,
+    LoadedPrompt,
+    NotOpen,
+    Part,
+    Reply,
+    ResumeState,
+    RunSettings,
+    TrainerWork,
+)
+from verl_rhyme.scheduling.attempts import Attempt, AttemptReport, Record
 from verl_rhyme.scheduling.capacity import Capacity
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
@@ -130,7 +139,7 @@ class Coordinator:
         migrations.start()
         self._capacity = Capacity(setting.limit, setting.room, (resume.state or {}).get("capacity"))
         self._capacity.share = resume.share
-        self._cleanup = Cleanup(self._queue_lock)
+        self._cleanup = Cleanup(self._queue_lock, () if fresh else (resume.state or {}).get("dropped", ()))
         pool.abandon(
             [attempt for attempt in running if not rollout.content.may_train(attempt)], rollout.content.needs_turns
         )
@@ -177,7 +186,7 @@ class Coordinator:
     async def publish(self, version: int, batches_left: int) -> TrainerWork:
         """Continue under the policy version that the engines have now, for so many update batches."""
         opened, opening = self._open, self._openings
-        self._cleanup.delete_batch(opened.rollout)
+        self._cleanup.delete_remembered(opened.rollout)
         await opened.migrations.refresh_replicas()
         self._still(opening)
         opened.rollout.publish(version, batches_left)
@@ -199,14 +208,16 @@ class Coordinator:
     async def pause(self) -> None:
         """Start no sample until :meth:`publish`: the engines are about to receive new weights."""
         if self._opened is not None:
-            self._cleanup.delete_batch(self._opened.rollout)
+            self._cleanup.delete_remembered(self._opened.rollout)
         self._dispatching = False
 
     async def wait_for_batch(self, rewarded: bool, stopping: bool, part: int | None = None) -> TrainerWork | None:
-        """Wait until the engines may be stopped (:meth:`Scheduler.has_batch`), or there is work for the trainer, also a
-        ``part`` of so many samples. ``stopping``: the caller will stop the engines, and no sample starts until
-        :meth:`publish` or the next call. Raise the error after which the rollout cannot continue."""
+        """Wait until the engines may be stopped (:meth:`Scheduler.has_batch`), or there is work for the trainer: also a
+        ``part`` of so many samples, and what dropped prompts left, once that is as much as a batch. ``stopping``: the
+        caller will stop the engines, and no sample starts until :meth:`publish` or the next call. Raise the error after
+        which the rollout cannot continue."""
         rollout, clock, opening = self._open.rollout, asyncio.get_running_loop().time, self._openings
+        self._cleanup.delete_remembered(rollout)
         await self._open.migrations.refresh_replicas()  # replicas may have been replaced
         self._still(opening)
         began = clock()
@@ -222,6 +233,10 @@ class Coordinator:
                 return work
             if part is not None and (attempts := rollout.part(part)):
                 return TrainerWork(part=_stored(attempts, await _listing()))
+            if rollout.dropped_samples >= rollout.rules.batch_samples:
+                listing = await _listing()
+                self._still(opening)
+                return TrainerWork(handover=self._hand_over(listing, rollout.pop_wasted()))
             self._complained_at = self._complain(self._complained_at, "an update batch")
             await self._change(_LOOK_S)
             self._still(opening)
@@ -255,13 +270,10 @@ class Coordinator:
         batch = rollout.take()
         for sample, tokens in zip(batch.collected.samples, batch.collected.lengths, strict=True):
             self._expectations.generated(*sample, tokens)  # an earlier coordinator may have received the reports
-        self._expectations.retain(rollout.content.needs_prompt)
-        state = self._state()
         listing = await _listing()  # after take(): later, shorter samples must not join the batch
         self._still(opening)
         keys, tags = _stored(batch.attempts, listing)
-        dropped = self._cleanup.find_dropped(rollout, listing, set(batch.attempts))
-        self._cleanup.remember_batch(listing, keys)
+        handover = self._hand_over(listing, batch.wasted, keys, batch.attempts)
         self._go()
         return Reply(
             keys=keys,
@@ -273,11 +285,7 @@ class Coordinator:
             },
             filtered=batch.filtered,
             failed=batch.failed,
-            wasted=batch.wasted,
-            state=state,
-            dropped=dropped,
-            dropped_tags=[listing[TRAIN][key] for key in dropped],
-            lengths=self._expectations.pop_changes(),
+            handover=handover,
         )
 
     async def state(self) -> dict[str, Any]:
@@ -323,7 +331,25 @@ class Coordinator:
 
     def _state(self) -> dict[str, Any]:
         state = self._open.rollout.state_dict()
-        return {**state, "capacity": self._capacity.state, "expectations": self._expectations.prompt_state}
+        return {
+            **state,
+            "capacity": self._capacity.state,
+            "expectations": self._expectations.prompt_state,
+            "dropped": [*self._cleanup.dropped],
+        }
+
+    def _hand_over(
+        self, listing: dict[str, Any], wasted: list[Record], keys: Sequence[str] = (), taken: Sequence[Attempt] = ()
+    ) -> Handover:
+        """Return the state, and what has left the rollout without being trained, after a batch of trajectories ``keys``
+        was taken from attempts ``taken``, or none. The other entries of ``listing`` that nobody needs then are deleted
+        with the next call."""
+        rollout = self._open.rollout
+        self._expectations.retain(rollout.content.needs_prompt)
+        dropped = self._cleanup.find_dropped(rollout, listing, {*taken})
+        self._cleanup.remember(listing, keys)
+        left = Part(dropped, [listing[TRAIN][key] for key in dropped])
+        return Handover(self._state(), self._expectations.pop_changes(), left, wasted)
 
     def _new_pool(self, setting: RunSettings) -> WorkerPool:
         return WorkerPool(ray.get_runtime_context().current_actor, setting.lost_after, self._lost)

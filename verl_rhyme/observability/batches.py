@@ -55,7 +55,7 @@ def batch_metrics(batch: Batch, slots: int, taken: float | None = None) -> dict[
         ),
     }
     if taken is None and batch.ran:
-        started, finished = ([record[name] for record in batch.ran] for name in ("started_at", "finished_at"))
+        started, finished = zip(*batch.ran, strict=True)
         metrics[names.BUBBLE_RATIO] = names.bubble_ratio(started, finished, slots)
     if taken is not None and batch.trained:
         metrics[names.AHEAD_S] = max(0.0, taken - max(record["finished_at"] for record in batch.trained))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from verl_rhyme.planning.cost import TYPICAL, ReplicaCost
@@ -21,6 +21,18 @@ class Part(NamedTuple):
     tags: list[dict[str, Any]]
 
 
+class Handover(NamedTuple):
+    """What the trainer takes over from the coordinator, which deletes all else that is no longer needed with the next
+    call."""
+
+    state: dict[str, Any]  # to open the coordinator with again
+    lengths: dict[str, Any]  # learnt since the last handover or checkpoint (Expectations)
+    # Finished trajectories that will not be trained (filtered groups, siblings of failed samples); the receiver records
+    # and clears them.
+    dropped: Part
+    wasted: list[Record]  # requests of attempts whose tokens will not be trained
+
+
 class TrainerWork(NamedTuple):
     """Work for the trainer while the coordinator has no batch."""
 
@@ -28,6 +40,7 @@ class TrainerWork(NamedTuple):
     workers: bool = False  # create new agent loop workers, because all are dead
     replicas: bool = False  # check that all replicas are alive, because the wait is long
     part: Part | None = None  # of the next batch, to preprocess
+    handover: Handover | None = None  # take it over, since dropped prompts left much
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,7 @@ class LoadedPrompt(NamedTuple):
 class ResumeState:
     """State that a coordinator starts from."""
 
-    state: dict[str, Any] | None  # of a checkpoint or the last batch; None: ignore everything in TransferQueue
+    state: dict[str, Any] | None  # of a checkpoint or the last handover; None: ignore everything in TransferQueue
     prompts: list[LoadedPrompt]  # passed to the coordinator since then
     version: int  # of the current policy
     batches_left: int  # until training ends
@@ -79,10 +92,4 @@ class Reply:
     metrics: dict[str, float]  # of the step
     filtered: dict[float, int]  # groups filtered since the last batch, by their common score
     failed: int  # prompts dropped since the last batch because a sample failed
-    wasted: list[Record]  # requests of attempts whose tokens will not be trained
-    state: dict[str, Any]  # to open the coordinator with again
-    # Finished trajectories in train that will not be trained (filtered groups, siblings of failed samples); the
-    # receiver of the batch clears them.
-    dropped: list[str] = field(default_factory=list)
-    dropped_tags: list[dict[str, Any]] = field(default_factory=list)
-    lengths: dict[str, Any] = field(default_factory=dict)  # learnt since the last batch or checkpoint (Expectations)
+    handover: Handover

@@ -51,7 +51,7 @@ class Batch:
     attempts: list[Attempt]  # of the samples with trajectories
     version: int  # of the policy that it trains
     trained: list[Record]  # request records of these samples
-    ran: list[Record]  # of attempts that ended since the last batch
+    ran: list[tuple[float, float]]  # start and end of the requests that ended since the last batch
     wasted: list[Record]  # of attempts whose tokens will not be trained
     counts: StepCounts
     left: int  # finished samples outside the batch

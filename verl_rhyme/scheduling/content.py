@@ -20,8 +20,8 @@ class QueueContent:
         self._scheduler = scheduler
         self.stock: dict[str, int] = {}  # number of samples by prompt that waits to be loaded, in order
         self.reports: dict[tuple[str, int], AttemptReport] = {}  # of the turns left, by untrained sample
-        self.ran: list[Record] = []  # records of attempts that ended since the last batch
-        self.wasted: list[Record] = []  # the same of those whose tokens will not be trained
+        self.ran: list[tuple[float, float]] = []  # start and end of requests, since the last batch
+        self.wasted: list[Record] = []  # requests of attempts whose tokens will not be trained
         self.obsolete: list[Attempt] = []  # attempts whose turns are no longer needed
 
     # ---- what is needed ----
@@ -88,7 +88,7 @@ class QueueContent:
         known, repeated = ({record["id"] for record in records} for records in (earlier, report.records))
         new = [record for record in report.records if record["id"] not in known]
         lost = [record for record in earlier if record["id"] not in repeated]  # with its turns
-        self.ran += new
+        self.ran += [(record["started_at"], record["finished_at"]) for record in new]
         self.wasted += lost
         self._scheduler.step.wasted_tokens += sum(record["response_tokens"] for record in lost)
         if before:

@@ -54,6 +54,7 @@ class Rollout:
         self._expected: dict[str, float] = {}  # expected tokens by waiting prompt, where known
         self._abandoned: list[Attempt] = []  # attempts to be ended
         self._failed = 0
+        self.dropped_samples = 0  # of dropped prompts, since the last pop_wasted()
         self._warnings: list[str] = []
         # Number of samples by finished prompt that was in no streamed part yet, in the order of finishing.
         self._finished_groups: dict[str, int] = {}
@@ -270,17 +271,23 @@ class Rollout:
             version=self.scheduler.version,
             trained=[record for report in stored for record in report.records],
             ran=self.content.ran,
-            wasted=self.content.wasted,
+            wasted=self.pop_wasted(),
             counts=self.scheduler.step,
             left=self.scheduler.ledger.tally.samples["finished"],
             failed=self._failed,
             filtered=self.filtered,
         )
-        self.content.ran, self.content.wasted, self._failed = [], [], 0
+        self.content.ran, self._failed = [], 0
         self._filter.dropped.clear()
         self.scheduler.step = StepCounts()
-        self.dispatch.retain(self.content.needs_prompt)
         return batch
+
+    def pop_wasted(self) -> list[Record]:
+        """Return the requests, since the last call, whose tokens will not be trained; forget what was kept of prompts
+        that have left."""
+        wasted, self.content.wasted, self.dropped_samples = self.content.wasted, [], 0
+        self.dispatch.retain(self.content.needs_prompt)
+        return wasted
 
     # ---- checkpoints ----
 
@@ -387,6 +394,7 @@ class Rollout:
         self._finished_groups.pop(uid, None)
         self._new_part = True  # another prompt moves up to the next batch
         samples = self.scheduler.ledger.prompt(uid).samples
+        self.dropped_samples += len(samples)
         self.retries.forget((uid, number) for number in range(len(samples)))
         for number, sample in enumerate(samples):
             self.content.forget((uid, number))

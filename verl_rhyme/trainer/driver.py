@@ -12,7 +12,16 @@ from ray.exceptions import RayActorError
 
 from verl_rhyme.coordinator import coordinator
 from verl_rhyme.observability.errors import first_line
-from verl_rhyme.processes.messages import LoadedPrompt, NotOpen, Part, Reply, ResumeState, RunSettings, TrainerWork
+from verl_rhyme.processes.messages import (
+    Handover,
+    LoadedPrompt,
+    NotOpen,
+    Part,
+    Reply,
+    ResumeState,
+    RunSettings,
+    TrainerWork,
+)
 from verl_rhyme.processes.waiting import waiting_for
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.trainer.topology import Topology
@@ -29,16 +38,20 @@ _PAUSE_S = 2.0
 class Driver:
     """Drives a run's coordinator. Ray restarts a coordinator that died, and the next call opens it again. ``load``
     fetches at least so many prompts and stores their data in partition ``PROMPTS``; ``make_workers`` makes new agent
-    loop workers when all are gone."""
+    loop workers when all are gone; ``take_over`` records what is not trained, and clears dropped trajectories."""
 
     def __init__(
-        self, setting: RunSettings, load: Callable[[int], list[LoadedPrompt]], make_workers: Callable[[], list[Any]]
+        self,
+        setting: RunSettings,
+        load: Callable[[int], list[LoadedPrompt]],
+        make_workers: Callable[[], list[Any]],
+        take_over: Callable[[Handover], None],
     ) -> None:
-        self._setting, self._load, self._make_workers = setting, load, make_workers
+        self._setting, self._load, self._make_workers, self._record = setting, load, make_workers, take_over
         self.coordinator = coordinator.start()  # handle of the actor
         self._workers: list[Any] = []
-        self._state: dict[str, Any] | None = None  # state at the last batch
-        self._handed: list[LoadedPrompt] = []  # prompts passed since the last batch
+        self._state: dict[str, Any] | None = None  # state at the last handover
+        self._handed: list[LoadedPrompt] = []  # prompts passed since then
         self._lengths = Expectations(setting.response_limit)  # response lengths, as the coordinator knows them
         self._share = 1.0
         self._version = 0
@@ -100,8 +113,7 @@ class Driver:
             if stops:
                 topology.resume()
             rewarded = True
-        self._state, self._handed = reply.state, []
-        self._lengths.update(reply.lengths)
+        self._take_over(reply.handover)
         self._batches_left -= 1
         return reply
 
@@ -118,7 +130,14 @@ class Driver:
     def close(self) -> None:
         ray.kill(self.coordinator)
 
+    def _take_over(self, handover: Handover) -> None:
+        self._state, self._handed = handover.state, []
+        self._lengths.update(handover.lengths)
+        self._record(handover)
+
     def _fulfil(self, work: TrainerWork) -> None:
+        if work.handover is not None:
+            self._take_over(work.handover)
         if work.workers:
             self._workers = self._make_workers()
             self._ask("add_workers", self._workers)

@@ -9,7 +9,7 @@ from typing import Any
 
 from transfer_queue import KVBatchMeta
 
-from verl_rhyme.processes.messages import Reply
+from verl_rhyme.processes.messages import Handover, Reply
 from verl_rhyme.trainer.driver import Driver
 
 
@@ -35,7 +35,10 @@ class Observer:
     def on_prompts(self, prompts: Mapping[str, Any]) -> None:
         """Messages by prompt key, before their prompts are passed to the coordinator."""
 
-    def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
+    def on_untrained(self, handover: Handover, step: int, epoch: int) -> None:
+        """What will not be trained leaves the rollout: with a batch, or while a step waits for one."""
+
+    def on_batch(self, batch: KVBatchMeta, step: int, epoch: int) -> None:
         """An update batch with its rewards, before verl pads and reorders it. Epochs count from 0."""
 
     def on_step(self, step: Step) -> Mapping[str, float]:

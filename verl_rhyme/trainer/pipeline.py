@@ -38,7 +38,7 @@ from verl_rhyme.coordinator.ranker_service import unusable
 from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.planning.cost import TYPICAL
-from verl_rhyme.processes.messages import LoadedPrompt, Reply, RunSettings
+from verl_rhyme.processes.messages import Handover, LoadedPrompt, Reply, RunSettings
 from verl_rhyme.processes.stored_samples import StoredSamples
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.scheduling.retries import RolloutError
@@ -90,7 +90,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             with marked_timer("reward", timing_raw, color="yellow"):
                 batch = self._compute_reward_colocate(batch, metrics=metrics)
         for observer in self.observers:
-            observer.on_batch(batch, self._reply, self.global_steps, self._epoch())
+            observer.on_batch(batch, self.global_steps, self._epoch())
         batch = self._stages.finish(batch, metrics)
         if self._stages.updates:
             return batch  # the parts' gradients are accumulated, and the optimizer has stepped
@@ -144,6 +144,10 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         if reply.failed:
             metrics[names.FAILED_PROMPTS] = reply.failed
         return KVBatchMeta(partition_id=TRAIN, keys=reply.keys, tags=reply.tags)
+
+    def _take_over(self, handover: Handover) -> None:
+        for observer in self.observers:
+            observer.on_untrained(handover, self.global_steps, self._epoch())
 
     def load_prompts(self) -> None:
         """Pass the prompts that are wanted now, if rollout continues while the actor trains."""
@@ -232,7 +236,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         setting = self._setting()
         self.observers.append(self._elastic())
         self.topology.prepare(self.rules)
-        self._driver = Driver(setting, self._fetch_prompts, self.agent_loop_manager.replace_workers)
+        self._driver = Driver(setting, self._fetch_prompts, self.agent_loop_manager.replace_workers, self._take_over)
         version, workers = self.global_steps - 1, self.agent_loop_manager.agent_loop_workers
         self._driver.open(workers, self._in_flight.state, version, self.total_training_steps - version)
         for observer in self.observers:

@@ -25,6 +25,7 @@ import numpy as np
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
+from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.history.keys import prompt_key, visit_label
 from verl_rhyme.history_writer.history_service import HistoryService, HistoryUnavailable
 from verl_rhyme.history_writer.history_writer import STORE_COUNTS, TOKEN_COUNTS
@@ -34,7 +35,7 @@ from verl_rhyme.observability.errors import last_line
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import DRAFTER, drafter_metrics, step_metrics
 from verl_rhyme.once import warn_once
-from verl_rhyme.processes.messages import Reply
+from verl_rhyme.processes.messages import Handover
 from verl_rhyme.processes.request import FIELD
 from verl_rhyme.processes.stored_samples import StoredSamples, TrainedBatch
 from verl_rhyme.processes.waiting import waiting_for
@@ -96,11 +97,13 @@ class Recorder(Observer):
         self._untrained = 0  # recorded responses of this step that are not trained
         self._tokens: Counter[str] = Counter()  # TOKEN_COUNTS of this step
 
-    def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
-        self.log_wasted(reply.wasted, step, epoch)
-        if reply.dropped:
-            dropped = KVBatchMeta(partition_id=batch.partition_id, keys=reply.dropped, tags=reply.dropped_tags)
-            self.start_untrained(dropped, step, epoch)
+    def on_untrained(self, handover: Handover, step: int, epoch: int) -> None:
+        self.log_wasted(handover.wasted, step, epoch)
+        keys, tags = handover.dropped
+        if keys:
+            self.start_untrained(KVBatchMeta(partition_id=TRAIN, keys=keys, tags=tags), step, epoch)
+
+    def on_batch(self, batch: KVBatchMeta, step: int, epoch: int) -> None:
         self.start(batch, step, step, epoch)
 
     def on_step(self, step: Step) -> dict[str, float]:

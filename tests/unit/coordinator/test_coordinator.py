@@ -54,6 +54,13 @@ def test_without_deaths_nothing_starts_again(mode, monkeypatch):
     assert (world.parts > 0) == world.streams, "no part came before its batch"
 
 
+@pytest.mark.parametrize("mode", ["stream 0", "full 0", "full 1 separate"])
+def test_filtered_groups_do_not_pile_up_while_a_step_waits(mode, monkeypatch):
+    """The world checks the number of entries in TransferQueue. With deaths, each group is dropped once all the same."""
+    simulate(mode, 4, 0, monkeypatch, flat=0.9)
+    simulate(mode, 200, 3, monkeypatch, flat=0.6)
+
+
 def test_nothing_is_lost_when_replicas_rest_and_wake(monkeypatch):
     """The world checks that no request runs on a resting replica, and that a woken one has the current weights."""
     worlds = [simulate(mode, seed, 0, monkeypatch) for mode in MODES if "elastic" in mode for seed in range(10)]

@@ -116,7 +116,7 @@ async def test_outdated_call_does_not_change_the_new_rollout(opened, question):
     opened._opened = SimpleNamespace(
         setting=SETTING, rollout=rollout, migrations=SimpleNamespace(refresh_replicas=refresh)
     )
-    opened._cleanup = SimpleNamespace(delete_batch=lambda _: None)
+    opened._cleanup = SimpleNamespace(delete_remembered=lambda _: None)
     with pytest.raises(NotOpen):
         await getattr(opened, question[0])(*question[1:])
     assert (done, opened._dispatching) == ([], False)

@@ -134,7 +134,12 @@ def test_a_group_with_one_score_is_replaced_and_counted():
 def test_a_sample_without_a_trajectory_is_absent_from_its_group_as_in_verl(score, filtered):
     """The others are trained; their scores decide about the group; its tokens are wasted."""
     made = rollout(filters=True, prompts=[("a", 3), ("b", 3)])
-    send(made, generated(A0), generated(A1, 0, None, [{"id": "x", "response_tokens": 7}]), generated(A2))
+    send(
+        made,
+        generated(A0),
+        generated(A1, 0, None, [{"id": "x", "response_tokens": 7, "started_at": 0.0, "finished_at": 1.0}]),
+        generated(A2),
+    )
     send(made, finished(A0, 1.0), finished(A1, empty=True), finished(A2, score))
     assert made.filtered == filtered
     if not filtered:

@@ -45,7 +45,7 @@ def driver(monkeypatch):
     def make(dies):
         actor = Coordinator(dies)
         monkeypatch.setattr(module.coordinator, "start", lambda: actor)
-        return Driver(SimpleNamespace(response_limit=100), load, list), actor
+        return Driver(SimpleNamespace(response_limit=100), load, list, lambda handover: None), actor
 
     return make
 

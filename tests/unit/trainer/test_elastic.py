@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from verl_rhyme.config import ConfigError, ElasticConfig
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.batches import batch_metrics
-from verl_rhyme.processes.messages import Reply
+from verl_rhyme.processes.messages import Handover, Part, Reply
 from verl_rhyme.scheduling.batch import Batch, Collected, StepCounts
 from verl_rhyme.trainer import elastic as module
 from verl_rhyme.trainer.elastic import MARGIN, SETTLING, WINDOW, ElasticReplicas, advise
@@ -21,7 +21,8 @@ def step(replicas, generated, trained, last=False):
     """A step whose trainer waited for its batch, or whose batch was ready before."""
     seconds = max(generated, trained) + 1.0
     values = {names.AHEAD_S: seconds - generated}
-    return Step(1, seconds, seconds, last, replicas, seconds - trained, Reply([], [], values, {}, 0, [], {}))
+    nothing = Handover({}, {}, Part([], []), [])
+    return Step(1, seconds, seconds, last, replicas, seconds - trained, Reply([], [], values, {}, 0, nothing))
 
 
 def followed(elastic, replicas, times, steps):

@@ -28,6 +28,7 @@ from verl_rhyme.history_writer.history_service import HistoryUnavailable
 from verl_rhyme.history_writer.history_writer import HistoryWriter
 from verl_rhyme.observability import metrics
 from verl_rhyme.observability.events import REQUESTS
+from verl_rhyme.processes.messages import Handover, Part
 from verl_rhyme.processes.request import FIELD
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.draft_counts import DraftCounts
@@ -268,7 +269,7 @@ def live_through(folder, patch, fault, place, name):
         for prompt in range(2):
             queue.put_group(prompt, f"u{step}p{prompt}", [0.0, 1.0])
         batch = queue.batch()
-        recorder.on_batch(batch, SimpleNamespace(wasted=[], dropped=[]), step, step)
+        recorder.on_batch(batch, step, step)
         recorder.drain()
         queue.kv_clear(batch.keys, "train")
         measured = ended(recorder)
@@ -351,7 +352,8 @@ def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(slow, tmp_pa
     batch, measured = buffer.sample(global_steps=1, partition_id="train", batch_size=1)
     assert sorted(batch.keys) == ["trained_0_0", "trained_1_0"]
     assert measured["training/filter_groups/evicted_samples"] == 1
-    recorder.on_batch(batch, SimpleNamespace(wasted=[request | {"draft_errors": 4}], dropped=[]), step=1, epoch=0)
+    recorder.on_untrained(Handover({}, {}, Part([], []), [request | {"draft_errors": 4}]), step=1, epoch=0)
+    recorder.on_batch(batch, step=1, epoch=0)
     recorder.drain()
     kept = ended(recorder)
     assert kept[metrics.SPEC_ERRORS] == 7, "draft counts of untrained samples are missing"

@@ -80,16 +80,19 @@ class World:
         seed: Seed of all random events.
         kills: Maximum number of deaths.
         troubles: Whether the judge is away for minutes, and a worker hangs as the coordinator dies.
+        flat: Share of the prompts whose samples all have one score; more than the default are filtered in any case.
     """
 
-    def __init__(self, mode, seed, kills, troubles=False):
+    def __init__(self, mode, seed, kills, troubles=False, flat=0.15):
         self.cluster = Cluster(seed)
         self.random = random.Random(seed + 1)
         self.queue = Queue(self.cluster)
         given = {"unit": self.random.choice(["group", "group", "trajectory"]), "drafts": self.random.random() < 0.8}
-        self.rules = Rules(BATCH, BATCH * SAMPLES, **given | MODES[mode])
+        filtered = {"unit": "group"} if flat > 0.15 else {}
+        self.rules = Rules(BATCH, BATCH * SAMPLES, **given | filtered | MODES[mode])
         self.separate = self.rules.separate
-        self.filters = self.rules.unit == "group" and self.random.random() < 0.5
+        self.flat_share = flat
+        self.filters = self.rules.unit == "group" and (self.random.random() < 0.5 or bool(filtered))
         self.slow_tools = self.random.random() < 0.3
         self.elastic = "elastic" in mode
         self.launched = REPLICAS + self.elastic
@@ -141,7 +144,7 @@ class World:
 
     def flat(self, row):
         """Whether all its samples have one score."""
-        return self.about("flat", row).random() < 0.15
+        return self.about("flat", row).random() < self.flat_share
 
     def drops(self, row):
         """Whether it is never trained."""
@@ -194,7 +197,8 @@ class World:
         self.spares = WorldReplicas(self)
         self.spares._set(self.rollout_replicas)
         self.topology = (topology.Separate if self.separate else topology.Colocated)(self)
-        self.driver = Driver(self.setting, self.load, self.make_workers)
+        self.driver = Driver(self.setting, self.load, self.make_workers, self.take_over)
+        self.dropped = []  # keys that the recorder has not cleared yet
         self.driver.open(self.make_workers(), state, step, STEPS - step)
         if state is not None:
             assert put_off(self.driver.state()) == put_off(state), "a resume forgets which prompts are put off"
@@ -210,7 +214,6 @@ class World:
             reply = self.driver.next_batch(self.topology, self.work_on if self.streams else None)
             # A reopened coordinator may choose another batch: the trainer then begins the training step again.
             assert self.early <= set(reply.keys) or self.driver.reopened > reopened, "a part is not in the batch"
-            assert not any(key.startswith("pad") for key in reply.dropped), "padding is reported as dropped"
             self.taken_at = self.cluster.clock.time()
             if self.separate:
                 self.driver.load_prompts()
@@ -224,14 +227,24 @@ class World:
             self.driver.publish(step, STEPS - step)
             padding = [self.padding] if self.early else []
             self.cluster.sleep(0.1)
-            ours = [*reply.keys, *padding, *reply.dropped]  # the recorder clears the last ones once it has them
+            ours = [*reply.keys, *padding, *self.dropped]
             assert set(self.queue.partitions[TRAIN]) >= set(ours), "the trainer's batch is cleared"
             self.cluster.run(self.queue.clear(ours, TRAIN))
+            self.dropped = []
             if self.elastic and step < STEPS:
                 changes = self.scaler.scale(self.random.choice([-1, -1, 0, 1, 1]), step)
                 self.rested += "rollout/replicas/moved_samples" in changes
                 self.returned += {*changes} == {"rollout/replicas/serving", "rollout/replicas/change_s"}
         self.finish()
+
+    def take_over(self, handover):
+        """Record dropped trajectories, which are cleared once they are fetched."""
+        keys = handover.dropped.keys
+        assert not any(key.startswith("pad") for key in keys), "padding is reported as dropped"
+        assert not {*keys} & {*self.dropped}, "dropped twice"
+        if self.dropped:
+            self.cluster.run(self.queue.clear(self.dropped, TRAIN))
+        self.dropped = keys
 
     def work_on(self, part):
         """Run the first stages of a part of the next batch, while the rollout continues."""
@@ -718,16 +731,16 @@ def put_off(state):
     return [prompt["uid"] for prompt in state["ledger"]["prompts"] if prompt["put_off"]]
 
 
-def most_entries(rules):
+def most_entries(rules, filters):
     """Return the maximum number of entries: one for each sample, one more for each regenerated sample's draft, one for
-    each prompt; also those of the batch in training, and those put off."""
+    each prompt; also those of the batch in training, those put off, and a batch of filtered ones."""
     samples = rules.batch_samples * (2 if rules.redrafts else 1)
-    return (rules.batches + 1 + 2 * rules.rounds) * (samples + rules.batch_prompts)
+    return (rules.batches + 1 + 2 * rules.rounds + filters) * (samples + rules.batch_prompts)
 
 
-def simulate(mode, seed, kills, monkeypatch, troubles=False):
+def simulate(mode, seed, kills, monkeypatch, troubles=False, flat=0.15):
     """Run a world, and return it."""
-    world = World(mode, seed, kills, troubles)
+    world = World(mode, seed, kills, troubles, flat)
     world.open_turns = {}
     with monkeypatch.context() as patch:
         install(world, patch)
@@ -736,7 +749,7 @@ def simulate(mode, seed, kills, monkeypatch, troubles=False):
             world.train()
             if not kills:
                 assert not world.twice, "a finished sample has a separate entry for its report"
-                assert world.queue.most <= 1.1 * most_entries(world.rules)
+                assert world.queue.most <= 1.1 * most_entries(world.rules, world.filters)
             assert not world.cluster.faults, world.cluster.faults
         except BaseException as error:
             error.add_note(f"mode {mode!r}, seed {seed}, kills {kills}: {world.deaths}, {world.rules}")
