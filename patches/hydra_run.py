@@ -58,12 +58,14 @@ def _composed(original: Any, config_name: str, overrides: list[str]) -> Any:
     """Return hydra's function of composition with errors in one line that name the nearest key."""
     from hydra.errors import HydraException
 
+    from verl_rhyme.config import config_tree
+
     @functools.wraps(original)
     def compose(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         except HydraException as error:
-            if not any("rhyme" in override for override in overrides):
+            if not any("rhyme" in each or config_tree.is_near_rhyme(each.partition("=")[0]) for each in overrides):
                 raise
             from verl_rhyme.checks.preflight.compose import message
 

@@ -112,6 +112,8 @@ def run(tmp_path_factory):
         ([f"+{RHYME}.drafting.max_tokens=16"], "add +rhyme=histospec"),
         (["+rhyme=histospec", f"{RHYME}.drafting.max_tokns=16"], f"did you mean {RHYME}.drafting.max_tokens?"),
         (["+rhyme=full", "+max_staleness=2"], f"max_staleness is not read: did you mean {RHYME}.max_staleness?"),
+        (["+ryhme=full"], "ryhme=full is not read: did you mean +rhyme=full?"),
+        ([f"+{ROLLOUT}.custom.ryhme.enable=true"], f"custom.ryhme.enable is not read: did you mean {RHYME}.enable?"),
         (["+rhyme=full", f"{ROLLOUT}.name=sglang"], f"rhyme drafts and schedules in vLLM only -> set {ROLLOUT}.name="),
         (
             [

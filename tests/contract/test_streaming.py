@@ -20,8 +20,8 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from tests.e2e.engine_steps import actor_config
 from verl_rhyme.actor.actor import StreamedActor, streamed
 from verl_rhyme.actor.streamed_update import BY_TOKENS, find_unsupported_engine_option
+from verl_rhyme.checks.streaming import GROUP_ESTIMATORS, STREAMED_LOSSES
 from verl_rhyme.trainer.pipeline import RhymePipelineColocated
-from verl_rhyme.trainer.stages import GROUP_ESTIMATORS, STREAMED_LOSSES
 
 #: Those that divide by sequences whatever they are told, or rank the tokens of a micro-batch.
 OTHER_LOSSES = {"sapo", "geo_mean", "clip_cov", "kl_cov", "bypass_mode"}

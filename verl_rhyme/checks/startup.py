@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_rhyme.checks import doctor, run_lock
 from verl_rhyme.checks.doctor import FAIL, WARN, Check
-from verl_rhyme.checks.preflight import checks, config_checks, run_folder, user_code
+from verl_rhyme.checks.preflight import checks, config_checks, run_folder, unknown_keys, user_code
 from verl_rhyme.checks.preflight.machine import ADDRESS, in_cluster
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree
 
@@ -91,7 +91,8 @@ def _examine(config: Any, rhyme: RhymeConfig | None, in_task: bool) -> tuple[Seq
     """Return the findings, and the most draft tokens of a request in a step; 0 if that is the engines' choice."""
     whole = all(section in config for section in ("actor_rollout_ref", "data", "trainer", "algorithm", "reward"))
     if rhyme is None or not whole or os.environ.get(SKIP) == "1":
-        return [*config_checks.rhyme(config, None), *config_checks.agent_loops(config, rhyme)], 0
+        found = [*config_checks.rhyme(config, None), *unknown_keys.check(config, rhyme)]
+        return [*found, *config_checks.agent_loops(config, rhyme)], 0
     address = OmegaConf.select(config, ADDRESS)
     resolved = OmegaConf.create(OmegaConf.to_container(config))  # type: ignore[arg-type]
     try:

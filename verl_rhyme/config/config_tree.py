@@ -14,14 +14,10 @@ from typing import Any
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig
 from verl_rhyme.config.checks import coerce
 
-#: Paths that users mistake for :data:`CONFIG_PATH`.
-_WRONG_PLACES = ("rhyme", "custom.rhyme", "actor_rollout_ref.rhyme", "actor_rollout_ref.rollout.rhyme")
-
 #: Key of verl's config with the most draft tokens of a request in a step, as start-up chose them for the memory.
 CHOSEN = f"{CONFIG_PATH}_draft_tokens"
-
-#: Options that users set without their path; other names may be a user's own keys.
-_DISTINCT = ("max_staleness", "drafting")
+#: Sections of verl's config in which users look for :data:`CONFIG_PATH`.
+_PLACES = ("", "custom", "actor_rollout_ref", "actor_rollout_ref.rollout", "actor_rollout_ref.rollout.custom")
 
 
 def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
@@ -57,20 +53,27 @@ def is_used(config: Any) -> bool:
 
 
 def find_misplaced(config: Any) -> Iterator[str]:
-    """Yield an error for each path of verl's full config outside :data:`CONFIG_PATH` that holds our options."""
+    """Yield an error for each section that is called rhyme, or nearly so, in verl's full config outside
+    :data:`CONFIG_PATH`: nothing reads it.
+    """
     from omegaconf import OmegaConf
 
-    for place in _WRONG_PLACES:
-        options = OmegaConf.select(config, place)
-        if options is not None and not isinstance(options, str):  # checks/combinations.py reports an unknown group
-            name = next((f".{name}" for name in options), "") if OmegaConf.is_dict(options) else ""
-            yield f"{place}{name} is not read: did you mean {CONFIG_PATH}{name}?"
-    if OmegaConf.select(config, CONFIG_PATH) is None:
-        return
-    for place in ("", "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.custom."):
-        for section in _DISTINCT:
-            if OmegaConf.select(config, f"{place}{section}") is not None:
-                yield f"{place}{section} is not read: did you mean {CONFIG_PATH}.{section}?"
+    for place in _PLACES:
+        section = OmegaConf.select(config, place) if place else config
+        for name in map(str, section) if OmegaConf.is_dict(section) else ():
+            path = f"{place}.{name}".lstrip(".")
+            if path == CONFIG_PATH or not is_near_rhyme(name) or (value := section[name]) is None:
+                continue
+            group = not place and isinstance(value, str)
+            if group and name == "rhyme":  # checks/combinations.py reports an unknown group
+                continue
+            option = next((f".{key}" for key in value), "") if OmegaConf.is_dict(value) else ""
+            given, meant = (f"={value}", f"+rhyme={value}") if group else (option, f"{CONFIG_PATH}{option}")
+            yield f"{path}{given} is not read: did you mean {meant}?"
+
+
+def is_near_rhyme(name: str) -> bool:
+    return bool(difflib.get_close_matches(name.lower(), ("rhyme", "verl_rhyme"), cutoff=0.8))
 
 
 def from_rollout(rollout_config: Any) -> RhymeConfig | None:

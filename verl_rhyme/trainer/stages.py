@@ -4,7 +4,7 @@ A stage of verl's step (old log-probs, reference, advantages, gradients) runs he
 the batch is generated (StreamRL, arXiv:2504.15930, section 4.1). Parts only do work early: if the batch turns out
 differently, their gradients are dropped, and the whole batch runs through. Without streaming, a batch is one part. With
 several mini-batches or epochs per training step, or estimators that compare trajectories of the whole batch
-(:func:`find_unsupported_option`), gradients wait for the whole batch; the stages before are still streamed.
+(:mod:`verl_rhyme.checks.streaming`), gradients wait for the whole batch; the stages before are still streamed.
 """
 
 from __future__ import annotations
@@ -26,49 +26,14 @@ from verl.utils.py_functional import rename_dict
 from verl_rhyme.actor.actor import PART
 from verl_rhyme.actor.streamed_update import BY_TOKENS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
+from verl_rhyme.checks.streaming import find_unsupported_option
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.processes.messages import Part
 from verl_rhyme.scheduling.training_order import arrange
 
 logger = logging.getLogger(__name__)
 
-#: ``algorithm.adv_estimator`` that compare only trajectories of the same prompt.
-GROUP_ESTIMATORS = (
-    *("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo"),
-    *("optimal_token_baseline", "tir_optimal_token_baseline"),
-)
 _UPDATES_WAIT = "gradients wait for the whole batch (%s); the stages before them are streamed"
-#: ``policy_loss.loss_mode`` that are sums over tokens, divided as ``loss_agg_mode`` defines. Not these: ``sapo`` and
-#: ``geo_mean`` always divide by sequences; ``clip_cov`` and ``kl_cov`` rank the tokens of a micro-batch.
-STREAMED_LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "gpg", "dro", "cispo")
-
-
-def find_unsupported_option(config: Any) -> str | None:
-    """Return the option for which gradients wait for the whole batch; ``None``: they are streamed."""
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    loss = actor.policy_loss.get("loss_mode", "vanilla")
-    correction = algorithm.get("rollout_correction") or {}
-    adaptive = algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive"
-    for waits, why in (
-        (algorithm.adv_estimator not in GROUP_ESTIMATORS, f"algorithm.adv_estimator={algorithm.adv_estimator}"),
-        (adaptive, "algorithm.kl_ctrl.type=adaptive"),
-        (correction.get("rollout_is_batch_normalize"), "rollout_correction.rollout_is_batch_normalize=true"),
-        (actor.ppo_mini_batch_size != config.data.train_batch_size, "several mini-batches in a training step"),
-        (actor.ppo_epochs != 1, f"actor.ppo_epochs={actor.ppo_epochs}"),
-        (actor.shuffle, "actor.shuffle=true"),
-        (config.trainer.critic_warmup > 0, f"trainer.critic_warmup={config.trainer.critic_warmup}"),
-        (config.critic.enable, "critic.enable=true"),  # verl trains it on whole batches
-        # verl then divides by the width of a micro-batch
-        (
-            actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None,
-            "actor.loss_agg_mode=seq-mean-token-sum-norm without actor.loss_scale_factor",
-        ),
-        (loss not in STREAMED_LOSSES, f"actor.policy_loss.loss_mode={loss}"),
-        ((config.get("distillation") or {}).get("enabled"), "distillation"),
-    ):
-        if waits:
-            return why
-    return None
 
 
 class Stages:

@@ -11,10 +11,11 @@ from transfer_queue import KVBatchMeta
 
 from verl_rhyme.actor.actor import PART
 from verl_rhyme.checks.preflight.compose import compose
+from verl_rhyme.checks.streaming import find_unsupported_option
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.processes.messages import Part
 from verl_rhyme.trainer import stages as stages_module
-from verl_rhyme.trainer.stages import Stages, find_unsupported_option
+from verl_rhyme.trainer.stages import Stages
 
 ACTOR = "actor_rollout_ref.actor."
 

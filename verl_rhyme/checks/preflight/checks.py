@@ -23,6 +23,7 @@ from verl_rhyme.checks.preflight import (
     history_size,
     machine_checks,
     run_folder,
+    unknown_keys,
     values,
 )
 from verl_rhyme.checks.preflight.estimate import Estimate, estimate
@@ -63,6 +64,7 @@ def examine(
     found = estimate(model, plan, memory, drafter_sizes) if model else None
     checks = [
         *config_checks.rhyme(config, plan),
+        *unknown_keys.check(config, plan.rhyme),
         *values.choices(config),
         *loss.warnings(config, plan.rules),
         *config_checks.weights(config),

@@ -30,7 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, options
+from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree, options
 
 _ABSENT = object()
 #: File of verl's ``@hydra.main``, and the config path and name that it sets.
@@ -115,6 +115,10 @@ def message(error: HydraException, name: str, overrides: Sequence[str]) -> str:
     if text.endswith(f"Could not load '{_CONFIG_NAME}'"):  # --config-path replaces verl's config folder
         search = "hydra: {searchpath: [pkg://verl.trainer.config]}"
         return f"{text}; add `{search}` to {name}.yaml, or pass its folder as --config-dir"
+    for override in overrides:  # hydra proposes to add the group
+        name, _, chosen = override.lstrip("+~").partition("=")
+        if name != "rhyme" and config_tree.is_near_rhyme(name):
+            return f"{override}: unknown key; did you mean +rhyme={chosen}?"
     key = getattr(error.__cause__, "full_key", None)
     wrong = [override for override in overrides if re.match(rf"{re.escape(str(key))}[.=@]", override)]
     if not (key and wrong):

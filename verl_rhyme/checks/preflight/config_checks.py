@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme.checks import combinations
+from verl_rhyme.checks import combinations, streaming
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.checks.predicates import MERGE
 from verl_rhyme.checks.preflight import values
@@ -89,6 +89,11 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
         f"{'sorted by length' if order else 'shuffled'} (order {order:g})"
     )
     yield Check("load", OK, detail)
+    why = streaming.find_unsupported_option(config)
+    if rules.separate and plan.rhyme.streaming.part is not None and why is not None:
+        remedy = "to stream them, change it" if steps == 1 else f"to stream them, set {_A}.ppo_mini_batch_size={batch}"
+        detail = f"gradients of streamed parts wait for the whole batch: {why}"
+        yield Check("load", WARN, detail, f"{remedy}; {CONFIG_PATH}.streaming.part=null trains whole batches")
 
 
 def weights(config: Any) -> Iterator[Check]:
@@ -167,7 +172,11 @@ def batches(config: Any, plan: Plan) -> Iterator[Check]:
         detail = f"{_R}.n=1 with algorithm.adv_estimator={estimator}, which compares the samples of a prompt"
         yield Check("batches", WARN, detail, f"set {_R}.n=8, for example, or another algorithm.adv_estimator")
     problems = []
-    mode = config.trainer.v1.trainer_mode
+    mode, nodes = config.trainer.v1.trainer_mode, config.actor_rollout_ref.rollout.nnodes
+    if mode != "separate_async" and int(nodes):
+        detail = f"{_R}.nnodes={nodes} with trainer_mode={mode}, which generates on the training GPUs only"
+        remedy = "set trainer.v1.trainer_mode=separate_async to use those nodes, or drop it"
+        yield Check("batches", WARN, detail, remedy)
     if mode != "separate_async" and not plan.colocated:
         remedy = "set trainer.v1.trainer_mode=separate_async, or hybrid_engine=true"
         problems.append((f"actor_rollout_ref.hybrid_engine=false with trainer_mode={mode}", remedy))

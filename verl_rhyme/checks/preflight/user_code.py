@@ -24,6 +24,13 @@ KEYS = (
     "trainer.v1.sampler.custom_sampler.path",
 )
 
+#: Further keys with code of the user that gets verl's config, but registers no names.
+_READERS = (
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path",
+    "actor_rollout_ref.rollout.agent.custom_async_server.path",
+    "reward.reward_manager.module.path",
+)
+
 #: Whether this process runs a main of the user's own.
 own_main = False
 
@@ -43,7 +50,12 @@ def is_verls(main: Any) -> bool:
         return False
 
 
-def _sources(config: Any) -> list[str]:
+def reads_config(config: Any) -> bool:
+    """Whether code of the user gets verl's config, and may read keys that verl does not."""
+    return bool(_sources(config, KEYS + _READERS))
+
+
+def _sources(config: Any, keys: tuple[str, ...] = KEYS) -> list[str]:
     found = ["your own main"] if own_main else []
     if modules := os.environ.get("VERL_USE_EXTERNAL_MODULES"):
         found.append(f"VERL_USE_EXTERNAL_MODULES={modules}")
@@ -51,7 +63,7 @@ def _sources(config: Any) -> list[str]:
     for entry in importlib.metadata.entry_points(group="verl.plugins"):
         if entry.name != "verl_rhyme" and (chosen == "auto" or entry.name in chosen.split(",")):
             found.append(f"the plugin {entry.name}")
-    for key in KEYS:
+    for key in keys:
         value = str(OmegaConf.select(config, key) or "")
         if value and not value.startswith(("verl.", "verl_rhyme.")):
             found.append(f"{key}={value}")

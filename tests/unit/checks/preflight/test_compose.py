@@ -30,6 +30,7 @@ RECIPE = ["--config-path", str(ROOT / "recipes" / "config"), "--config-name", "q
             rf"^rhyme\.max_staleness=2: .* did you mean {R}\.custom\.rhyme\.max_staleness\?$",
         ),
         ([f"{R}.rhyme.enable=false"], rf"did you mean {R}\.custom\.rhyme\.enable\?$"),
+        (["ryhme=full"], r"^ryhme=full: unknown key; did you mean \+rhyme=full\?$"),
         (["model_engine=nope"], "Available options in 'model_engine': dp; megatron; [^/]*$"),
         (
             ["trainer.default_local_dir=A b=c/ckpt"],

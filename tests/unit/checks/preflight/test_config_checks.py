@@ -111,6 +111,7 @@ def test_all_values_that_verl_takes_are_allowed(world):
         ([HYBRID], "drafts", "prefix caching is off in the engines, because vLLM 0.24 would cache the states"),
         ([HYBRID], "drafts", "several turns prefill their context again in each turn"),
         ([HYBRID], "drafts", f"{RHYME}.drafting.enable=false keeps prefix caching"),
+        ([f"{R}.nnodes=2"], "batches", "trainer_mode=sync, which generates on the training GPUs only"),
     ],
 )
 def test_what_is_allowed_but_unwise_warns(world, overrides, name, words):
@@ -194,6 +195,18 @@ def test_the_load_reports_batches_in_flight_and_optimizer_steps(world):
     assert not [check for check in preflight(world).checks if check.name == "load"]
 
 
+def test_streamed_parts_that_wait_for_the_batch_are_reported(world):
+    def found(*overrides):
+        return complaints(preflight(world[1:], "+rhyme=stream", *RELAY, *overrides)).get(("load", "warn"))
+
+    whole = f"{A}.ppo_mini_batch_size=32"
+    assert found(whole) is None
+    several = found(f"{A}.ppo_mini_batch_size=16")
+    assert f"several mini-batches in a training step to stream them, set {whole};" in several
+    assert found(f"{A}.ppo_mini_batch_size=16", f"{RHYME}.streaming.part=null") is None
+    assert "wait for the whole batch: actor.shuffle=true" in found(whole, f"{A}.shuffle=true")
+
+
 @pytest.mark.parametrize("preset", [["+rhyme=sorted"], []])
 @pytest.mark.parametrize(
     ("place", "option", "value"),
@@ -201,6 +214,8 @@ def test_the_load_reports_batches_in_flight_and_optimizer_steps(world):
         ("rhyme", ".scheduling", "{take: loaded}"),
         ("custom.rhyme", ".drafting", "{max_tokens: 4}"),
         ("actor_rollout_ref.rollout.rhyme", "", "false"),
+        ("RHYME", ".max_staleness", "2"),
+        (f"{R}.custom.ryhme", ".enable", "true"),
     ],
 )
 def test_a_rhyme_tree_in_another_place_is_refused(world, preset, place, option, value):
@@ -208,10 +223,60 @@ def test_a_rhyme_tree_in_another_place_is_refused(world, preset, place, option, 
     assert only(preflight(world[1:], *preset, f"+{place}{option}={value}"), "rhyme").detail == refused
 
 
-def test_keys_of_the_user_are_not_refused(world):
-    mine = ["+weights.mine=1", "+events=x", "+history={}", "+reward.custom_reward_function.reward_kwargs.rhyme=0.5"]
-    assert only(preflight(world, *mine, "+trainer.rhyme.scheme=abab"), "rhyme").status == "ok"
+@pytest.mark.parametrize(
+    ("name", "given", "meant"),
+    [
+        ("rhyme", "+ryhme=full", "+rhyme=full"),
+        ("rhyme", "+RHYME=histospec", "+rhyme=histospec"),
+        ("keys", "+trainer.save_frq=1", "trainer.save_freq"),
+        ("keys", "+trainr.total_epochs=1", "trainer.total_epochs"),
+        ("keys", "+actor.optim.lr=0.1", f"{A}.optim.lr"),  # another place, with the same end
+        ("keys", "+trainer.kl_loss_coef=0.1", f"{A}.kl_loss_coef"),
+        ("keys", f"+{R}.max_num_seq=8", f"{R}.max_num_seqs"),
+        ("keys", f"+{R}.max_stalness=2", f"{RHYME}.max_staleness"),
+        ("keys", "+history.dir=/mine", f"{RHYME}.history.dir"),
+    ],
+)
+def test_a_key_that_nothing_reads_is_refused_with_the_nearest_one(world, monkeypatch, name, given, meant):
+    found = preflight(world, given)
+    assert f"did you mean {meant}?" in complaints(found)[name, "fail"]
+    if meant.startswith(("+", RHYME)):
+        return
+    monkeypatch.setattr(user_code, "own_main", True)  # it may read what verl does not
+    assert f"did you mean {meant}?" in complaints(preflight(world, given))[name, "warn"]
+
+
+def test_keys_that_verl_or_the_user_reads_are_not_refused(world):
+    """Sections of other libraries' options, keys that verl reads without a default, and a user's own ones."""
+    published = [  # by verl's examples
+        *(f"+{A}.megatron.override_transformer_config.{key}=1" for key in ("moe_router_dtype", "use_flash_attn")),
+        f"+{A}.optim.override_optimizer_config.optimizer_cpu_offload=true",
+        f"+{A}.fsdp_config.mixed_precision.param_dtype=bf16",
+        f"+{R}.engine_kwargs.vllm.disable_cascade_attn=true",
+        f"+{R}.engine_kwargs.sglang.attention_backend=fa3",
+        "+actor_rollout_ref.model.override_config.rope_scaling.factor=4",
+        "+critic.model.override_config.attn_implementation=eager",
+        "+data.apply_chat_template_kwargs.reasoning_effort=low",
+        "+trainer.wandb_proxy=http://proxy",
+    ]
+    mine = [
+        *("+weights.mine=1", "+events=x", "+history={}", "+reward.custom_reward_function.reward_kwargs.rhyme=0.5"),
+        *("+extra.key=3", "+rewards.scale=2", "+max_prompt_length=512"),  # as a YAML has that interpolates them
+        *("+distillation.teacher_models.second.key=x", "+ray_kwargs.ray_init.runtime_env.env_vars.A=b"),
+        *("+transfer_queue.controller.polling_mode=true", "+actor_rollout_ref.model.lora.fully_sharded_loras=true"),
+        *(f"+{R}.custom.mine.option=1", f"+{R}.checkpoint_engine.engine_kwargs.nccl.rebuild_group=true"),
+    ]
+    found = preflight(world, *published, *mine)
+    assert only(found, "rhyme").status == "ok"
+    assert not {key for key in complaints(found) if key[0] == "keys"}, complaints(found)
     assert only(preflight(world[1:], "+history.dir=/mine"), "rhyme").status == "ok"
+
+
+def test_an_unread_key_without_a_near_one_warns(world):
+    found = complaints(preflight(world, "+trainer.rhyme.scheme=abab", "+data.my_option=1", "+max_prompt_length=1"))
+    assert "data.my_option, trainer.rhyme are read by neither verl nor rhyme" in found["keys", "warn"]
+    assert "max_prompt_length is not read: did you mean data.max_prompt_length?" in found["keys", "warn"]
+    assert ("keys", "fail") not in found
 
 
 def test_tokens_of_a_micro_batch(world):
