@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_rhyme.checks import doctor, run_lock, startup
-from verl_rhyme.checks.preflight import config_checks
+from verl_rhyme.checks.preflight import config_checks, user_code
 from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.config import ConfigError, config_tree
 
@@ -218,6 +218,56 @@ except ConfigError as error:
     print(error)
 """
     assert forks.python(code).stdout.startswith("batches: data.train_batch_size=6 is not")
+
+
+#: As recipes for verl's first trainer have it: the class beside the main, imported there.
+OLD_MAIN = """
+import sys, hydra, ray, verl
+from pathlib import Path
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+class RayMineTrainer(RayPPOTrainer):
+    pass
+
+del RayPPOTrainer
+{more}
+
+folder = str(Path(verl.__file__).parent / "trainer/config")
+
+@hydra.main(config_path=folder, config_name="ppo_trainer", version_base=None)
+def main(config):
+    print("it starts")
+
+sys.argv = ["main_mine", *{arguments!r}]
+try:
+    main()
+except SystemExit as end:
+    print(end)
+"""
+
+
+@pytest.mark.xdist_group("forks")
+@pytest.mark.parametrize(
+    ("more", "rhyme", "printed"),
+    [
+        ("", "+rhyme=full", "verl-rhyme: this command trains with RayMineTrainer, but rhyme extends verl's V1 trainer"),
+        ("RayMineTrainer = ray.remote(RayMineTrainer)", "+rhyme=full", "trains with RayMineTrainer"),
+        ("", "+rhyme=off", "it starts"),
+        ("del RayMineTrainer", "+rhyme=histospec", "it starts"),
+    ],
+)
+def test_a_main_with_verls_first_trainer_is_refused_before_ray_starts(forks, tmp_path, run, more, rhyme, printed):
+    arguments = [rhyme, *run, f"trainer.default_local_dir={tmp_path}"]
+    assert printed in forks.python(OLD_MAIN.format(more=more, arguments=arguments)).stdout
+
+
+def test_verls_other_mains_are_not_its_v1_trainer():
+    from verl.experimental.one_step_off_policy import main_ppo as other
+    from verl.trainer import main_ppo
+
+    assert user_code.old_trainer(other.main) == "verl.experimental.one_step_off_policy.main_ppo.main"
+    assert user_code.old_trainer(main_ppo.main) is None
+    assert user_code.old_trainer(main) is None
 
 
 JOBS = """

@@ -21,7 +21,7 @@ from verl_rhyme.checks import doctor, run_lock
 from verl_rhyme.checks.doctor import FAIL, WARN, Check
 from verl_rhyme.checks.preflight import checks, config_checks, run_folder, unknown_keys, user_code
 from verl_rhyme.checks.preflight.machine import ADDRESS, in_cluster
-from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree
+from verl_rhyme.config import CONFIG_PATH, V1_ONLY, ConfigError, RhymeConfig, config_tree
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,8 @@ def begin(config: Any, main: Any = None, others: set[Path] | None = None) -> Non
     if user and mark is not None and str(mark) in user:
         return
     uses = config_tree.from_verl(config) is not None
+    if uses and main is not None and (trainer := user_code.old_trainer(main)) is not None:
+        raise ConfigError(f"this command trains with {trainer}, {V1_ONLY}")
     if uses and others is not None and folder in others:
         raise ConfigError(
             f"trainer.default_local_dir={folder} is the folder of an earlier job of this command, and this job would "

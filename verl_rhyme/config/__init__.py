@@ -12,7 +12,7 @@ Process: all. Engines: none.
 
 from __future__ import annotations
 
-from verl_rhyme.config.checks import CONFIG_PATH, ConfigError
+from verl_rhyme.config.checks import CONFIG_PATH, V1_ONLY, ConfigError
 from verl_rhyme.config.drafting import HISTORY_FILL, MAX_DRAFT_TOKENS, DraftingConfig, HistoryConfig
 from verl_rhyme.config.placement import PLACEMENTS, PlacementConfig
 from verl_rhyme.config.presets import PIPELINES, PRESETS, STOCK
@@ -39,6 +39,7 @@ __all__ = [
     "SINGLE_ESTIMATORS",
     "STOCK",
     "TOPOLOGIES",
+    "V1_ONLY",
     "ConfigError",
     "DraftingConfig",
     "ElasticConfig",

@@ -13,6 +13,12 @@ from typing import Any
 #: Path of our options in verl's config; verl passes them unchanged to every rollout worker.
 CONFIG_PATH = "actor_rollout_ref.rollout.custom.rhyme"
 
+#: What to do where a command has another trainer.
+V1_ONLY = (
+    "but rhyme extends verl's V1 trainer: start python -m verl.trainer.main_ppo with the same arguments, or set "
+    f"{CONFIG_PATH}.enable=false"
+)
+
 
 class ConfigError(ValueError):
     """Invalid configuration; the message names the option and the remedy."""

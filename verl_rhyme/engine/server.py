@@ -19,7 +19,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_rhyme import patches
-from verl_rhyme.config import config_tree
+from verl_rhyme.config import V1_ONLY, ConfigError, config_tree
 from verl_rhyme.config.presets import POLICY_LOGPROBS
 from verl_rhyme.drafting import recurrent
 from verl_rhyme.drafting.bounds import engine_tokens
@@ -110,7 +110,8 @@ class RhymeHttpServer(vLLMHttpServer):
             logger.warning(recurrent.UNCACHED)
         if self._mtp:
             drafting["model"], drafting["model_tokens"] = "mtp", self.config.mtp.num_speculative_tokens
-        assert self._rhyme.history.dir is not None, "the trainer sets history.dir before any worker starts"
+        if self._rhyme.history.dir is None:  # rhyme's trainers set it before any worker starts
+            raise ConfigError(f"this run has a trainer of its own, {V1_ONLY}")
         if drafting["model"] is None:
             engine_kwargs["speculative_config"] = {
                 "method": "custom_class",

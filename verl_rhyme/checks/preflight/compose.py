@@ -34,7 +34,7 @@ from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree
 
 _ABSENT = object()
 #: File of verl's ``@hydra.main``, and the config path and name that it sets.
-_MAIN, _CONFIG_PATH, _CONFIG_NAME = "trainer/main_ppo.py", "config", "ppo_trainer"
+MAIN, _CONFIG_PATH, _CONFIG_NAME = "trainer/main_ppo.py", "config", "ppo_trainer"
 
 
 def compose(arguments: Sequence[str]) -> DictConfig:
@@ -51,7 +51,7 @@ def compose(arguments: Sequence[str]) -> DictConfig:
     args = parser.parse_intermixed_args(list(arguments))
     if args.multirun:
         raise ConfigError("--multirun is not supported: pass the overrides of a single run")
-    main = verl_folder() / _MAIN
+    main = verl_folder() / MAIN
     state = GlobalHydra.instance(), HydraConfig.instance().cfg
     previous = state[0].hydra
     try:

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_rhyme.checks.doctor import FAIL, WARN, Check
-from verl_rhyme.checks.preflight.compose import verl_folder
+from verl_rhyme.checks.preflight.compose import MAIN, verl_folder
 from verl_rhyme.config.checks import nearest
 from verl_rhyme.config.presets import MANAGER
 
@@ -30,6 +30,9 @@ _READERS = (
     "actor_rollout_ref.rollout.agent.custom_async_server.path",
     "reward.reward_manager.module.path",
 )
+
+#: Bases of verl's trainer before V1, and of the Ray actors that run it.
+_OLD_TRAINERS = {("verl.trainer.ppo.ray_trainer", "RayPPOTrainer"), ("verl.trainer.main_ppo_v0", "BaseTaskRunner")}
 
 #: Whether this process runs a main of the user's own.
 own_main = False
@@ -53,6 +56,22 @@ def is_verls(main: Any) -> bool:
 def reads_config(config: Any) -> bool:
     """Whether code of the user gets verl's config, and may read keys that verl does not."""
     return bool(_sources(config, KEYS + _READERS))
+
+
+def old_trainer(main: Any) -> str | None:
+    """Return the class or the main of verl by which a command trains without verl's V1 trainer; ``None`` if none shows.
+
+    Recipes for verl's first trainer import their class of it beside their main, some as a Ray actor.
+    """
+    function = inspect.unwrap(main)
+    if is_verls(main) and Path(inspect.getfile(function)) != verl_folder() / MAIN:
+        return f"{function.__module__}.{function.__name__}"
+    for each in getattr(function, "__globals__", {}).values():
+        actor = getattr(each, "__dict__", {}).get("__ray_metadata__")
+        for base in inspect.getmro(actor.modified_class if actor else each) if actor or isinstance(each, type) else ():
+            if (base.__module__, base.__name__) in _OLD_TRAINERS:
+                return str(actor.class_name if actor else each.__name__)
+    return None
 
 
 def _sources(config: Any, keys: tuple[str, ...] = KEYS) -> list[str]:
