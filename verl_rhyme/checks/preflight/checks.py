@@ -66,6 +66,7 @@ def examine(
         *config_checks.rhyme(config, plan),
         *unknown_keys.check(config, plan.rhyme),
         *values.choices(config),
+        *components.reward(config),
         *loss.warnings(config, plan.rules),
         *config_checks.weights(config),
         *config_checks.parallel(plan, model),

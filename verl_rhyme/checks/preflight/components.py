@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme.checks.doctor import FAIL, OK, Check
+from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.checks.preflight import user_code
 from verl_rhyme.checks.preflight.compose import verl_folder
+from verl_rhyme.checks.preflight.values import REWARD_MANAGERS
 from verl_rhyme.config.checks import nearest
 from verl_rhyme.config.presets import leaves
 
@@ -35,6 +37,8 @@ LOGGERS: Mapping[str, tuple[str, str]] = {
     "rl_insight": ("rl_insight", "rl-insight"),
 }
 
+_ABSENT = object()
+
 #: Agent loops that verl 0.9.1 registers.
 AGENT_LOOPS = ("single_turn_agent", "tool_agent")
 
@@ -46,18 +50,30 @@ _PYTHON = {
     "actor_rollout_ref.rollout.multi_turn.function_tool_path": "",
 }
 
-#: Sections of verl's main config of earlier releases, which its V1 trainer does not read, and where they are now.
+#: Arguments of verl's DAPO reward manager, its only manager that has any.
+_ARGUMENTS, _PENALTY = "reward.reward_kwargs", "overlong_buffer_cfg"
+
+#: Keys of verl's main config of earlier releases, which its V1 trainer does not read, and where they are now: those of
+#: verl's ``migrate_legacy_reward_impl``, which that trainer does not call. The first that fits counts.
 _MOVED = {
     "custom_reward_function": "reward.custom_reward_function",
-    "reward_model": "reward.reward_model, reward.reward_manager or reward.num_workers",
     "sandbox_fusion": "reward.sandbox_fusion",
+    "reward_model.num_workers": "reward.num_workers",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.reward_loop_source": "reward.reward_manager.source",
+    "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
+    "reward_model.reward_loop_class_name": "reward.reward_manager.module.name",
+    "reward_model.reward_kwargs": _ARGUMENTS,
+    "reward_model.overlong_buffer": f"{_ARGUMENTS}.{_PENALTY}",
+    "reward_model.model.path": "reward.reward_model.model_path",
+    "reward_model.model": "",
+    "reward_model": "reward.reward_model",
 }
 
 _AGENT, _TURNS = "actor_rollout_ref.rollout.agent", "actor_rollout_ref.rollout.multi_turn"
 
 
 def check(config: Any) -> Iterator[Check]:
-    yield from _moved_keys(config)
     for key, name in _PYTHON.items():
         path, wanted = _text(config, key), _text(config, name) if name else ""
         managers = key.startswith("reward.reward_manager")
@@ -122,11 +138,59 @@ def _find(package: str) -> ModuleSpec | None:
         return ModuleSpec(package, None, origin="a placeholder in sys.modules")
 
 
+def reward(config: Any) -> Iterator[Check]:
+    """Check that verl reads the keys of the reward, and that the arguments of its manager fit."""
+    yield from _moved_keys(config)
+    yield from _reward_arguments(config)
+
+
 def _moved_keys(config: Any) -> Iterator[Check]:
-    for section, place in _MOVED.items():
+    for section in dict.fromkeys(old.partition(".")[0] for old in _MOVED):
         for key, value in leaves(OmegaConf.select(config, section) or {}, f"{section}."):
             if value is not None:
-                yield Check("reward", FAIL, f"{key} is not read by verl's V1 trainer", f"set it below {place} instead")
+                old, new = next(each for each in _MOVED.items() if f"{key}.".startswith(f"{each[0]}."))
+                place = new + key.removeprefix(old)
+                known = OmegaConf.select(config, place, default=_ABSENT) is not _ABSENT
+                remedy = f"set {'' if known else '+'}{place}={value} instead" if new else "drop it"
+                yield Check("reward", FAIL, f"{key} is not read by verl's V1 trainer", remedy)
+
+
+def _reward_arguments(config: Any) -> Iterator[Check]:
+    """Check the arguments of reward manager and function: verl asserts them in its workers, or reads none of them."""
+    key, manager, given = f"{_ARGUMENTS}.{_PENALTY}", config.reward.reward_manager, config.reward.get("reward_kwargs")
+    own = manager.source != "register" or manager.name not in REWARD_MANAGERS
+    for path, value in () if own else leaves(OmegaConf.to_container(config.reward), "reward."):  # type: ignore[arg-type]
+        stray = re.search(rf"(?<=\.)(reward_kwargs|{_PENALTY}|max_resp_len)(\..*)?$", path)
+        if stray and not path.startswith((f"{_ARGUMENTS}.", "reward.custom_reward_function.reward_kwargs.")):
+            place = f"{_ARGUMENTS}.{stray[0].removeprefix('reward_kwargs.')}"
+            yield Check("reward", FAIL, f"{path} is not read by verl", f"set +{place}={value} instead")
+    function = "reward.custom_reward_function"
+    if OmegaConf.select(config, f"{function}.reward_kwargs") and not _text(config, f"{function}.path"):
+        detail = f"{function}.reward_kwargs without {function}.path: verl's own reward functions do not get them"
+        yield Check("reward", FAIL, detail, f"set {function}.path, or drop them")
+    if own or not given:
+        return
+    if manager.name != "dapo":
+        detail = f"{_ARGUMENTS} with reward.reward_manager.name={manager.name}, which does not read them"
+        yield Check("reward", FAIL, detail, "set reward.reward_manager.name=dapo, or drop them")
+        return
+    penalty: Any = given.get(_PENALTY) or {}
+    most = given.get("max_resp_len")
+    if not penalty.get("enable", bool(penalty)):
+        return
+    absent = [name for name in ("enable", "len", "penalty_factor", "log") if penalty.get(name) is None]
+    if absent:
+        detail = f"{key} without {', '.join(absent)}"
+        yield Check("reward", FAIL, detail, f"set {', '.join(f'+{key}.{name}' for name in absent)}")
+        return
+    longest = config.data.max_response_length
+    if most is None or not 0 < penalty.len <= most:
+        detail = f"{key}.len={penalty.len} with {_ARGUMENTS}.max_resp_len={'null' if most is None else most}"
+        remedy = f"set {'+' * (most is None)}{_ARGUMENTS}.max_resp_len={longest}, and len from 1 to that"
+        yield Check("reward", FAIL, detail, remedy)
+    elif most - penalty.len >= longest:
+        detail = f"{_ARGUMENTS}.max_resp_len={most}: no response of {longest} tokens gets the overlong penalty"
+        yield Check("reward", WARN, detail, f"set {_ARGUMENTS}.max_resp_len={longest}")
 
 
 def _agent_loops(config: Any) -> Iterator[Check]:

@@ -20,8 +20,12 @@ from verl_rhyme.checks.preflight import compose, user_code
 from verl_rhyme.config import CONFIG_PATH, RhymeConfig, config_tree, options
 from verl_rhyme.config.presets import leaves
 
-#: Sections with defaults whose further keys go to Ray, TransferQueue, Nsight, Megatron or to a teacher of any name.
-_FREE = re.compile(r"ray_kwargs|transfer_queue|.*\.(override_\w+|\w+_options|teacher_models)")
+#: Sections with defaults whose further keys go to Ray, TransferQueue, Nsight, Megatron or to a teacher of any name, and
+#: those of an earlier verl (:func:`.components.reward`).
+_FREE = re.compile(
+    r"ray_kwargs|transfer_queue|.*\.(override_\w+|\w+_options|teacher_models)|"
+    r"reward_model|custom_reward_function|sandbox_fusion"
+)
 
 _QUOTED = re.compile(r"""["']([A-Za-z_][\w.]*)["']""")
 _FIELD = re.compile(r"^    ([a-z_]\w*): ", re.M)

@@ -18,6 +18,13 @@ LONG = ["data.max_response_length=40000", f"{A}.ppo_max_token_len_per_gpu=50000"
 RHYME = f"{R}.custom.rhyme"
 LORA = "actor_rollout_ref.model.lora_rank=8"
 HYBRID = f"actor_rollout_ref.model.path={MODELS}/qwen3_next"
+BUFFER = "+reward.reward_kwargs.overlong_buffer_cfg"
+#: DAPO's overlong penalty.
+PENALTY = [
+    "reward.reward_manager.name=dapo",
+    "+reward.reward_kwargs.max_resp_len=1024",
+    *(f"{BUFFER}.{option}" for option in ("enable=true", "len=256", "penalty_factor=1.0", "log=false")),
+]
 
 
 def test_a_valid_run_has_no_complaints(world):
@@ -64,8 +71,29 @@ def test_a_valid_run_has_no_complaints(world):
         ([f"{R}.checkpoint_engine.backend=rellay"], "values", "is not one of naive, nccl"),
         (["trainer.logger=[console,wanbd]"], "loggers", "did you mean wandb?"),
         (["trainer.logger=swanlab"], "loggers", "pip install swanlab"),
-        (["custom_reward_function.path=/x.py"], "reward", "set it below reward.custom_reward_function instead"),
-        (["reward_model.reward_manager=dapo"], "reward", "reward.reward_manager or"),
+        (["custom_reward_function.path=/x.py"], "reward", "set reward.custom_reward_function.path=/x.py instead"),
+        (["reward_model.reward_manager=dapo"], "reward", "set reward.reward_manager.name=dapo instead"),
+        (["+reward_model.reward_kwargs.max_resp_len=9"], "reward", "set +reward.reward_kwargs.max_resp_len=9 instead"),
+        (["+reward_model.overlong_buffer.len=4"], "reward", "set +reward.reward_kwargs.overlong_buffer_cfg.len=4 ins"),
+        (["reward_model.model.path=/m"], "reward", "set reward.reward_model.model_path=/m instead"),
+        (["reward_model.model.external_lib=x"], "reward", "verl's V1 trainer drop it"),
+        (["sandbox_fusion.url=http://x"], "reward", "set reward.sandbox_fusion.url=http://x instead"),
+        (["+reward.reward_manager.reward_kwargs.max_resp_len=9"], "reward", "set +reward.reward_kwargs.max_resp_len=9"),
+        (
+            ["+reward.overlong_buffer_cfg.len=9"],
+            "reward",
+            "set +reward.reward_kwargs.overlong_buffer_cfg.len=9",
+        ),
+        (PENALTY[1:], "reward", "reward_manager.name=naive, which does not read them"),
+        ([PENALTY[0], *PENALTY[2:]], "reward", "max_resp_len=null set +reward.reward_kwargs.max_resp_len=1024"),
+        ([*PENALTY, f"{BUFFER}.len=1025"], "reward", "len=1025 with reward.reward_kwargs.max_resp_len=1024"),
+        ([*PENALTY, f"{BUFFER}.len=0"], "reward", "and len from 1 to that"),
+        ([*PENALTY, f"{BUFFER}.penalty_factor=null"], "reward", "overlong_buffer_cfg without penalty_factor"),
+        (
+            ["+reward.custom_reward_function.reward_kwargs.a=1", "reward.custom_reward_function.path=null"],
+            "reward",
+            "verl's own reward functions do not get them",
+        ),
         ([f"{R}.agent.default_agent_loop=tool_agnt"], "agent loops", "did you mean tool_agent?"),
         ([f"{R}.agent.agent_loop_config_path=/nowhere.yaml"], "agent loops", "no file /nowhere.yaml"),
         ([f"{R}.multi_turn.tool_config_path=/nowhere.yaml"], "agent loops", "no file /nowhere.yaml"),
@@ -111,6 +139,11 @@ def test_all_values_that_verl_takes_are_allowed(world):
         ([HYBRID], "drafts", "prefix caching is off in the engines, because vLLM 0.24 would cache the states"),
         ([HYBRID], "drafts", "several turns prefill their context again in each turn"),
         ([HYBRID], "drafts", f"{RHYME}.drafting.enable=false keeps prefix caching"),
+        (
+            [*PENALTY, "+reward.reward_kwargs.max_resp_len=2000"],
+            "reward",
+            "no response of 1024 tokens gets the",
+        ),
         ([f"{R}.nnodes=2"], "batches", "trainer_mode=sync, which generates on the training GPUs only"),
     ],
 )
@@ -130,6 +163,17 @@ def test_what_is_allowed_but_unwise_warns(world, overrides, name, words):
 )
 def test_drafts_change_nothing_else(world, overrides):
     assert ("drafts", "warn") not in complaints(preflight(world, *overrides))
+
+
+def test_reward_arguments_that_verl_or_the_user_reads_are_allowed(world, tmp_path):
+    mine = [f"reward.reward_manager.module.path={tmp_path}/reward.py", "reward.reward_manager.name=compute_score"]
+    for arguments in (
+        PENALTY,
+        [*PENALTY, f"{BUFFER}.enable=false", "+reward.reward_kwargs.max_resp_len=null"],
+        ["+reward.custom_reward_function.reward_kwargs.overlong_buffer_cfg.len=4"],
+        ["reward.reward_manager.source=importlib", *mine, "+reward.reward_manager.reward_kwargs.max_resp_len=4"],
+    ):
+        assert not complaints(preflight(world, *arguments)), arguments
 
 
 VALUES = ["algorithm.adv_estimator=mine", "trainer.logger=mine", f"{R}.agent.default_agent_loop=mine"]
