@@ -23,6 +23,11 @@ def _schedule_ahead(original: Any, self: Any) -> None:
     if ours is None:
         original(self)
         return
+    if "drafting" in ours and self.parallel_config.pipeline_parallel_size > 1:
+        raise ValueError(
+            "verl-rhyme drafts in the only pipeline stage of an engine: set pipeline_parallel_size=1, and "
+            f"tensor_parallel_size={self.parallel_config.world_size} for the same number of devices"
+        )
     # False skips vLLM's checks, which refuse drafts of a custom class. Its log then says "disabled".
     chosen, scheduler.async_scheduling = scheduler.async_scheduling, False
     synchronised = self.parallel_config.disable_nccl_for_dp_synchronization

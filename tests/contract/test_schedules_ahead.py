@@ -54,7 +54,7 @@ def test_an_engine_of_ours_does(model, drafts):
     ],
 )
 def test_it_says_why_it_does_not(model, options, reason, caplog_vllm):
-    made, scheduler = config(model, **options)
+    made, scheduler = config(model, drafts="pipeline_parallel_size" not in options, **options)
     assert not scheduler.async_scheduling
     assert scheduler.get_scheduler_cls() is not DraftScheduler
     assert made.additional_config[FIELD]["synchronous"].startswith(reason)
@@ -65,6 +65,13 @@ def test_other_engines_are_vllms(model):
     _, scheduler = config(model, ours=False)
     assert not scheduler.async_scheduling, "with drafts of a custom class"
     assert scheduler.scheduler_cls is None
+
+
+def test_drafts_in_pipeline_stages_are_refused_before_a_worker_starts(model):
+    """The first stage has no drafter: its worker would die, and the engine wait for it."""
+    stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with pytest.raises(ValueError, match="set pipeline_parallel_size=1, and tensor_parallel_size=2"):
+        config(model, **stages)
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ from verl_rhyme.checks.predicates import (
     loads_no_weights,
     other_rank,
     resumes,
+    several,
     splits_groups,
     trains_lora,
     uncorrected,
@@ -67,7 +68,6 @@ PLACEMENT = "rhyme.placement.policy"
 #: vLLM options that verl sets from its own rollout keys; rhyme reads verl's keys.
 VERL_ROLLOUT_KEYS = {
     "tensor_parallel_size": "tensor_model_parallel_size",
-    "pipeline_parallel_size": "pipeline_model_parallel_size",
     "data_parallel_size": "data_parallel_size",
     "max_num_seqs": "max_num_seqs",
     "scheduling_policy": "scheduling_policy",
@@ -150,7 +150,7 @@ TABLE = (
         (
             *_engine("speculative_config", "spec_method", "spec_model", "spec_tokens"),
             *_engine("scheduler_cls", "enable_dbo"),
-            Option(f"{ENGINE}.ubatch_size", lambda size, run: int(size or 0) > 1),
+            Option(f"{ENGINE}.ubatch_size", several),
         ),
         with_drafts,
         "rhyme chooses vLLM's drafter (drafting.model) and its scheduler, and rhyme's sampler verifies whole batches",
@@ -206,6 +206,15 @@ TABLE = (
         f"set that key of {ROLLOUT} instead",
     ),
     Row(
+        (
+            Option(f"{ROLLOUT}.pipeline_model_parallel_size", several),
+            Option(f"{ENGINE}.pipeline_parallel_size", several),
+        ),
+        with_rhyme,
+        "verl runs vLLM with one pipeline stage",
+        f"set it to 1, and raise {ROLLOUT}.tensor_model_parallel_size",
+    ),
+    Row(
         (Option("actor_rollout_ref.model.path", has_undrafted_layers),),
         with_drafts,
         recurrent.REASON,
@@ -219,7 +228,7 @@ TABLE = (
         ("actor_rollout_ref.model.path",),
     ),
     Row(
-        (Option(f"{ROLLOUT}.data_parallel_size", lambda size, run: int(size or 1) > 1),),
+        (Option(f"{ROLLOUT}.data_parallel_size", several),),
         with_drafts,
         "drafts are not tested on data parallel engines, which take their steps together",
         f"set {ROLLOUT}.data_parallel_size=1 (verl then starts more replicas on the same GPUs), or "

@@ -93,6 +93,10 @@ def drafting_model(run: Run) -> str | None:
     return run.rhyme.drafting.model or ("mtp" if mtp else None)
 
 
+def several(size: Any, run: Run) -> bool:
+    return int(size or 1) > 1
+
+
 def differs_from(key: str) -> Callable[[Any, Run], bool]:
     return lambda value, run: value is not None and value != run.value(key)
 

@@ -32,14 +32,12 @@ class RhymeWorkerMethods:
     def attach_proposer(self) -> bool:
         """Give the proposer its model runner, as ``propose()`` sees token rows only.
 
-        Return whether this worker has our proposer or needs none: only the last pipeline stage samples.
+        Return whether this worker has our proposer.
         """
-        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+        from vllm.distributed.parallel_state import get_tp_group
 
         from verl_rhyme.engine.steps import Steps
 
-        if not get_pp_group().is_last_rank:
-            return True
         runner = self.model_runner
         if getattr(runner, "drafter", None) is not None and self._proposer is None:
             settings = (runner.vllm_config.additional_config or {}).get(FIELD, {})
