@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
 from collections.abc import Iterator, Mapping
 from importlib.machinery import ModuleSpec
@@ -35,6 +36,47 @@ LOGGERS: Mapping[str, tuple[str, str]] = {
     "clearml": ("clearml", "clearml"),
     "trackio": ("trackio", "trackio"),
     "rl_insight": ("rl_insight", "rl-insight"),
+}
+
+#: What logs a run in, by logger: of each group one variable of the environment, or one file, with such a text. Without
+#: it the logger asks at a terminal, which the trainer's process does not have.
+_LOGINS: Mapping[str, tuple[tuple[Mapping[str, str], ...], str]] = {
+    "wandb": (
+        (
+            {
+                **dict.fromkeys(("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"), "."),
+                "WANDB_MODE": "offline|disabled|dryrun",
+                **dict.fromkeys(("$NETRC", "~/.netrc", "~/_netrc"), r"machine\s+\S*wandb|^\s*default"),
+                **dict.fromkeys(("wandb/settings", "$WANDB_CONFIG_DIR/settings"), "api_key|base_url|mode"),
+                "~/.config/wandb/settings": "api_key|base_url|mode",
+            },
+        ),
+        "run `wandb login`, or export WANDB_API_KEY, or WANDB_MODE=offline",
+    ),
+    "swanlab": (
+        (
+            {
+                "SWANLAB_API_KEY": ".",
+                "SWANLAB_MODE": "local|offline|disabled",
+                **dict.fromkeys((".swanlab/.netrc", "~/.swanlab/.netrc"), "machine"),
+                **dict.fromkeys(("$SWANLAB_ROOT/.netrc", "$SWANLAB_SAVE_DIR/.netrc"), "machine"),
+            },
+        ),
+        "run `swanlab login`, or export SWANLAB_API_KEY, or SWANLAB_MODE=local",
+    ),
+    "vemlp_wandb": (
+        ({"VOLC_ACCESS_KEY_ID": "."}, {"VOLC_SECRET_ACCESS_KEY": "."}, {"MLP_TRACKING_REGION": "."}),
+        "export VOLC_ACCESS_KEY_ID, VOLC_SECRET_ACCESS_KEY and MLP_TRACKING_REGION",
+    ),
+    "clearml": (
+        (
+            {
+                **dict.fromkeys(("CLEARML_API_ACCESS_KEY", "CLEARML_AUTH_TOKEN", "CLEARML_OFFLINE_MODE"), "."),
+                **dict.fromkeys(("$CLEARML_CONFIG_FILE", "~/clearml.conf", "~/trains.conf"), "."),
+            },
+        ),
+        "run `clearml-init`, or export CLEARML_API_ACCESS_KEY and CLEARML_API_SECRET_KEY, or CLEARML_OFFLINE_MODE=1",
+    ),
 }
 
 _ABSENT = object()
@@ -218,9 +260,24 @@ def _loggers(config: Any) -> Iterator[Check]:
             continue
         module, package = LOGGERS[name]
         found = _find(module) if module else None
+        problems = {}
         if module and (found is None or found.origin is None):  # a folder of that name (wandb's logs) is no package
-            detail = f"trainer.logger={name}: {package} is not installed"
-            yield Check("loggers", FAIL, detail, f"pip install {package}, or drop it from trainer.logger")
+            problems[f"{package} is not installed"] = f"pip install {package}"
+        groups, remedy = _LOGINS.get("wandb" if name == "tracking" else name, ((), ""))
+        env = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
+        if not all(any(_holds(place, text, env) for place, text in group.items()) for group in groups):
+            problems["this machine has no login for it"] = remedy
+        if problems:
+            detail = f"trainer.logger={name}: {', and '.join(problems)}"
+            yield Check("loggers", FAIL, detail, f"{'; '.join(problems.values())}; or drop it from trainer.logger")
+
+
+def _holds(place: str, text: str, env: Mapping[str, Any]) -> bool:
+    """Whether a variable of the environment, or a file, has a text; ``env`` are variables of Ray's workers."""
+    if place.isidentifier():
+        return bool(re.search(text, str(env.get(place) or os.environ.get(place) or "")))
+    file = Path(os.path.expandvars(place)).expanduser()
+    return file.is_file() and bool(re.search(text, file.read_text(errors="replace"), re.M))
 
 
 def _text(config: Any, key: str) -> str:

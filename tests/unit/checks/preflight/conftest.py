@@ -14,6 +14,7 @@ from verl_rhyme.checks.preflight import checks, machine_checks, user_code
 def this_machine(monkeypatch):
     monkeypatch.setattr(checks, "detect_machine", lambda: HERE)
     monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 1 << 40))
+    monkeypatch.setenv("WANDB_MODE", "offline")  # one of verl's default loggers
     monkeypatch.setattr(user_code, "own_main", False)  # a start in this process may have found one
 
 

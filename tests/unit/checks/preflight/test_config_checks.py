@@ -176,6 +176,42 @@ def test_reward_arguments_that_verl_or_the_user_reads_are_allowed(world, tmp_pat
         assert not complaints(preflight(world, *arguments)), arguments
 
 
+@pytest.mark.parametrize(
+    ("logger", "login", "remedy"),
+    [
+        ("wandb", {"WANDB_API_KEY": "k"}, "run `wandb login`, or export WANDB_API_KEY, or WANDB_MODE=offline"),
+        ("tracking", {"WANDB_MODE": "offline"}, "run `wandb login`"),
+        ("swanlab", {"SWANLAB_MODE": "local"}, "swanlab login"),
+        ("clearml", {"CLEARML_API_ACCESS_KEY": "k"}, "clearml-init"),
+        (
+            "vemlp_wandb",
+            {"VOLC_ACCESS_KEY_ID": "a", "VOLC_SECRET_ACCESS_KEY": "b", "MLP_TRACKING_REGION": "c"},
+            "export VOLC_ACCESS_KEY_ID",
+        ),
+    ],
+)
+def test_a_logger_without_a_login_fails_before_the_engines_start(world, tmp_path, monkeypatch, logger, login, remedy):
+    """verl logs in after they run, in a process without a terminal to ask at."""
+    for name in ("HOME", "NETRC", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.chdir(tmp_path)
+
+    def without(*given):
+        found = complaints(preflight(world, f"trainer.logger=[console,{logger}]", *given))
+        return remedy in found.get(("loggers", "fail"), "")
+
+    assert without()
+    workers = "+ray_kwargs.ray_init.runtime_env.env_vars"
+    assert not without(*(f"{workers}.{name}={value}" for name, value in login.items()))
+    *_, last = login
+    monkeypatch.setenv(last, login[last])
+    assert without() == (len(login) > 1)
+    monkeypatch.setenv(last, "")
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n")
+    assert without() == ("wandb login" not in remedy)
+
+
 VALUES = ["algorithm.adv_estimator=mine", "trainer.logger=mine", f"{R}.agent.default_agent_loop=mine"]
 
 
