@@ -93,8 +93,8 @@ def _examine(config: Any, rhyme: RhymeConfig | None, in_task: bool) -> tuple[Seq
     """Return the findings, and the most draft tokens of a request in a step; 0 if that is the engines' choice."""
     whole = all(section in config for section in ("actor_rollout_ref", "data", "trainer", "algorithm", "reward"))
     if rhyme is None or not whole or os.environ.get(SKIP) == "1":
-        found = [*config_checks.rhyme(config, None), *unknown_keys.check(config, rhyme)]
-        return [*found, *config_checks.agent_loops(config, rhyme)], 0
+        keys = unknown_keys.check(config, rhyme)
+        return [*config_checks.rhyme(config, None), *keys, *config_checks.agent_loops(config, rhyme)], 0
     address = OmegaConf.select(config, ADDRESS)
     resolved = OmegaConf.create(OmegaConf.to_container(config))  # type: ignore[arg-type]
     try:
