@@ -127,19 +127,17 @@ def test_busy_replica_is_awaited_and_hung_one_is_dead(
 ) -> None:
     pid = replica.pid()
     monkeypatch.setattr(deaths, "_SILENT_S", 0.3)
-    monkeypatch.setattr(deaths, "_HUNG_S", 30.0)
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
-    assert dead([replica]) == {}
+    assert dead([replica], 30.0) == {}
     assert "replicas [0] are alive but do not answer" in caplog.text
-    monkeypatch.setattr(deaths, "_HUNG_S", 1.0)
     os.kill(pid, signal.SIGSTOP)
-    assert dead([replica]) == {replica: "no answer for 1 s"}
+    assert dead([replica], 1.0) == {replica: "no answer for 1 s"}
 
 
 def test_replica_without_its_process_is_dead_at_once(replica: Replica, other: Replica) -> None:
     os.kill(other.pid(), signal.SIGKILL)
-    [(found, why)] = dead([replica, other]).items()
+    [(found, why)] = dead([replica, other], 30.0).items()
     assert found is other
     assert why
 
@@ -197,16 +195,15 @@ def test_weight_sync_does_not_wait_for_a_dead_replica(
     """Nor does it wait for the other replica, whose call blocks."""
     pid = other.pid()
     [worker] = other.workers = [ray.remote(num_cpus=0)(Sender).remote()]
-    if happens == "hangs":
-        monkeypatch.setattr(deaths, "_HUNG_S", 3.0)  # the other answers also on a busy machine
     what: dict[str, Any] = {
         "dies": lambda: os.kill(pid, signal.SIGKILL),
         "hangs": lambda: os.kill(pid, signal.SIGSTOP),
         "a worker dies": lambda: ray.kill(worker),
     }
     threading.Timer(0.5, what[happens]).start()
+    hung_s = 3.0 if happens == "hangs" else 300.0  # the other answers also on a busy machine
     with pytest.raises(ReplicaDied, match=words):
-        WatchedCheckpointManager(Weights(replicas=[replica, other])).update_weights(600)
+        WatchedCheckpointManager(Weights(replicas=[replica, other]), hung_s).update_weights(600)
     assert replica.pid()
     ray.kill(worker)
 
@@ -215,14 +212,14 @@ def test_calls_to_a_dead_engine_are_not_awaited(replica: Replica, sender: Any) -
     """The server outlives its engine, and its call does not end."""
     threading.Timer(0.5, lambda: replica.servers[0].fail.remote()).start()
     with pytest.raises(RayError) as raised:
-        WatchedCheckpointManager(Weights(replicas=[replica])).resume_generation_replicas()
+        WatchedCheckpointManager(Weights(replicas=[replica]), 300.0).resume_generation_replicas()
     assert is_death(raised.value)
     assert is_death(OutOfMemoryError("the node ran low on memory"))
 
 
 def test_slow_weight_load_is_awaited(replica: Replica, sender: Any) -> None:
     pid = replica.pid()
-    weights = WatchedCheckpointManager(Weights(replicas=[replica]))
+    weights = WatchedCheckpointManager(Weights(replicas=[replica]), 300.0)
     os.kill(pid, signal.SIGSTOP)
     assert weights.update_weights(1.0) == [1.0]
     os.kill(pid, signal.SIGCONT)
@@ -256,7 +253,7 @@ class World:
             global_load_balancer=router,
         )
         self.weights = Weights(replicas=made)
-        self.spares = SpareReplicas(self.servers, self.weights)
+        self.spares = SpareReplicas(self.servers, self.weights, 300.0)
 
     def kill(self, *ranks: int) -> None:
         for replica in self.servers.rollout_replicas:

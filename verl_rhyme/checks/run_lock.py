@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from verl_rhyme.config import ConfigError
 
@@ -91,14 +92,27 @@ def _inherited(file: Path) -> int | None:
 
 def owner(folder: Path) -> str:
     """Return the process that locked a folder last, with its host and time, in words."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        record = json.loads((folder / LOCK_FILE).read_text())
+    if (record := _record(folder)) is not None:
         return f"process {record['pid']} on {record['host']} since {record['started']}"
     return "another process"
 
 
+def _record(folder: Path) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        record = json.loads((folder / LOCK_FILE).read_text())
+        return {name: record[name] for name in ("pid", "host", "started")}
+    return None
+
+
 def _in_use(folder: Path) -> str:
+    record = _record(folder)
+    died = ""
+    if record is not None and record["host"] != socket.gethostname():
+        died = (
+            f". If {record['host']} died or was cut off, the file server may keep its lock for long: once no process "
+            f"of that run is left, delete {folder / LOCK_FILE}"
+        )
     return (
         f"{folder} is in use by {owner(folder)}: end that run first, or set another folder (RUN_DIR=... of the "
-        "recipes, trainer.default_local_dir=... of verl)"
+        f"recipes, trainer.default_local_dir=... of verl){died}"
     )

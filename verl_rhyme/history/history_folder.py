@@ -82,6 +82,18 @@ def place() -> Path:
     return places[0]  # a later check shows why
 
 
+def here(folder: str | os.PathLike[str]) -> Path:
+    """Return a folder; if it is of :func:`place` on another node and this node cannot hold a store there, the folder of
+    the same name that can."""
+    path = Path(folder)
+    if is_user_folder(path.parent):
+        try:
+            check(path)
+        except HistoryError:
+            return place() / path.name
+    return path
+
+
 def check(folder: str | os.PathLike[str]) -> None:
     """Check that a folder, which may not exist yet, can hold a store here; a HistoryError has reason and remedy."""
     path = Path(folder)

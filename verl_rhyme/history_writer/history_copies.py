@@ -35,7 +35,8 @@ _AT_A_TIME = 64
 
 
 def node_copies_dir(base: str, node_id: str) -> str:
-    return f"{node_history_dir(base, node_id)}.copies"
+    """Return the folder of the copies on this node, which may lack the disk that the trainer's node has."""
+    return f"{node_history_dir(str(history_folder.here(base)), node_id)}.copies"
 
 
 def fetchers(base: str) -> list[Any]:

@@ -40,8 +40,6 @@ _TIMEOUT_S = 300.0
 _COPY_RATE = 50e6
 #: Seconds for the writer to sum the rewards, before the trainer does it, and to close.
 _SHORT_TIMEOUT_S = 30.0
-#: Times that Ray starts a dead or killed writer again, before the run goes on without.
-_RESTARTS = 8
 
 
 class HistoryUnavailable(RuntimeError):
@@ -68,7 +66,7 @@ class HistoryService:
         actor = ray.remote(concurrency_groups={READ: 1})(HistoryWriter).options(
             name=writer_name(self._base),
             num_cpus=0,
-            max_restarts=_RESTARTS,
+            max_restarts=-1,  # of weeks; a call ends with the second death in it
             max_task_retries=1,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=self._node, soft=False),
         )

@@ -18,9 +18,9 @@ from verl_rhyme.processes.waiting import waiting_for
 
 logger = logging.getLogger(__name__)
 
-#: Seconds without an answer until a warning, and until a server counts as dead (default of ``scheduling.lost_after``).
-#: Ray reports dead processes. A silent process may be busy, but one that hangs would block the next weight sync.
-_SILENT_S, _HUNG_S = 60.0, 300.0
+#: Seconds without an answer until a warning. After ``scheduling.lost_after`` a server counts as dead: Ray reports dead
+#: processes, a silent one may be busy, but one that hangs would block the next weight sync.
+_SILENT_S = 60.0
 #: Seconds between two requests to a server whose connection broke.
 _PAUSE_S = 2.0
 #: Seconds between two checks of watched replicas, and seconds for the waiting call to notice a death itself.
@@ -39,9 +39,8 @@ def is_death(error: Exception) -> bool:
     return gone or "EngineDeadError" in kinds
 
 
-def dead(replicas: Iterable[Any], hung_s: float | None = None) -> dict[Any, str]:
+def dead(replicas: Iterable[Any], hung_s: float) -> dict[Any, str]:
     """Return the replicas that cannot serve any more, and why: a process or an engine died, or hangs for ``hung_s``."""
-    hung_s = _HUNG_S if hung_s is None else hung_s
     began, deaths, replicas = time.monotonic(), {}, list(replicas)
     probes = _server_probes(replicas)
     probes += [(replica, worker.__ray_ready__) for replica in replicas for worker in replica.workers]
@@ -82,18 +81,18 @@ def _server_probes(replicas: Iterable[Any]) -> list[tuple[Any, Any]]:
 
 
 @contextmanager
-def watched(replicas: Iterable[Any]) -> Iterator[dict[Any, str]]:
-    """Watch replicas while the caller waits for them: kill the remains of one that dies, so the wait ends in an error.
-    Yield the replicas that died so far, and the reason."""
+def watched(replicas: Iterable[Any], hung_s: float) -> Iterator[dict[Any, str]]:
+    """Watch replicas while the caller waits for them: kill the remains of one that dies or hangs for ``hung_s``, so
+    that the wait ends in an error. Yield the replicas that died so far, and the reason."""
     over, deaths = threading.Event(), dict[Any, str]()
-    threading.Thread(target=_watch, args=(list(replicas), over, deaths), daemon=True).start()
+    threading.Thread(target=_watch, args=(list(replicas), hung_s, over, deaths), daemon=True).start()
     try:
         yield deaths
     finally:
         over.set()
 
 
-def _watch(replicas: list[Any], over: threading.Event, deaths: dict[Any, str]) -> None:
+def _watch(replicas: list[Any], hung_s: float, over: threading.Event, deaths: dict[Any, str]) -> None:
     try:
         pending: dict[Any, tuple[Any, Any, float]] = {}
         probes, silent = _server_probes(replicas), set[Any]()
@@ -115,8 +114,8 @@ def _watch(replicas: list[Any], over: threading.Event, deaths: dict[Any, str]) -
                 if now - since > _SILENT_S and replica not in silent:
                     silent.add(replica)
                     logger.warning("replica %d has not answered for %.0f s", replica.replica_rank, now - since)
-                if now - since > _HUNG_S:
-                    deaths.setdefault(replica, f"no answer for {_HUNG_S:.0f} s")
+                if now - since > hung_s:
+                    deaths.setdefault(replica, f"no answer for {hung_s:.0f} s")
             if deaths and not over.wait(_NOTICE_S):
                 for replica, why in deaths.items():
                     logger.warning("replica %d died; calls that wait for it are aborted: %s", replica.replica_rank, why)
@@ -130,7 +129,7 @@ def _watch(replicas: list[Any], over: threading.Event, deaths: dict[Any, str]) -
 
 def _watched_call(name: str) -> Callable[..., Any]:
     def call(self: WatchedCheckpointManager, *args: Any, **kwargs: Any) -> Any:
-        with watched(self.replicas), waiting_for(f"the replicas ({name})"):
+        with watched(self.replicas, self._self_hung_s), waiting_for(f"the replicas ({name})"):
             return getattr(self.__wrapped__, name)(*args, **kwargs)
 
     return call
@@ -139,7 +138,12 @@ def _watched_call(name: str) -> Callable[..., Any]:
 class WatchedCheckpointManager(wrapt.ObjectProxy):
     """Proxy of verl's ``CheckpointEngineManager`` that does not wait forever for a replica that dies: verl sends
     weights over a socket without noticing that the receiver died (``BucketedWeightSender``), and vLLM's client waits
-    for a dead engine's answer (``_call_utility_async``). The methods block: call them outside an event loop."""
+    for a dead engine's answer (``_call_utility_async``). A replica without an answer for ``hung_s`` counts as dead. The
+    methods block: call them outside an event loop."""
+
+    def __init__(self, manager: Any, hung_s: float) -> None:
+        super().__init__(manager)
+        self._self_hung_s = hung_s
 
     sleep_replicas = _watched_call("sleep_replicas")
     wake_up_replicas = _watched_call("wake_up_replicas")
@@ -149,7 +153,7 @@ class WatchedCheckpointManager(wrapt.ObjectProxy):
 
     def update_weights(self, *args: Any, **kwargs: Any) -> Any:
         """Raise :class:`ReplicaDied` if one died: the actor may still be sending, so the sync cannot be repeated."""
-        with watched(self.replicas) as deaths, waiting_for("the weights to reach the replicas"):
+        with watched(self.replicas, self._self_hung_s) as deaths, waiting_for("the weights to reach the replicas"):
             try:
                 return self.__wrapped__.update_weights(*args, **kwargs)
             except Exception as error:

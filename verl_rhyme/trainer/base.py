@@ -144,7 +144,7 @@ class RhymeTrainerMixin(PPOTrainer):
         for name in ("checkpoint_manager", "standalone_checkpoint_manager"):  # the latter with separate engines
             if (weights := getattr(self, name, None)) is not None:
                 ours = carrier(weights, self._rhyme.weights, self.config.actor_rollout_ref.rollout)
-                setattr(self, name, WatchedCheckpointManager(ours))
+                setattr(self, name, WatchedCheckpointManager(ours, self._rhyme.scheduling.lost_after))
         router = self._router()
         if router is not None:
             for address, tokens in self._cache_tokens().items():

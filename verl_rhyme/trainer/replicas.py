@@ -97,7 +97,7 @@ class SpareReplicas:
     weights before it serves again.
     """
 
-    def __init__(self, servers: Any, weights: Any, hung_s: float | None = None) -> None:
+    def __init__(self, servers: Any, weights: Any, hung_s: float) -> None:
         # verl's LLMServerManager, and the carrier of weights of the same replicas (verl_rhyme.weights.carrier)
         self._servers, self._weights, self._hung_s = servers, weights, hung_s
         # Fresh ranks give fresh actor names: Ray may know those of dead replicas for a while.
@@ -178,7 +178,7 @@ class SpareReplicas:
         get its weights."""
         while self.resting:
             replica = self.resting.pop(0)
-            if not (gone := dead([replica])):
+            if not (gone := dead([replica], self._hung_s)):
                 self._send(replica, version)
                 self._enter(replica)
                 return replica
@@ -254,7 +254,7 @@ class SpareReplicas:
             logger.warning(REPLACED, new.replica_rank)
 
     def _send(self, new: Any, version: int) -> None:
-        with watched([new]), waiting_for("the weights to reach a new replica"):
+        with watched([new], self._hung_s), waiting_for("the weights to reach a new replica"):
             self._weights.deliver([new], version)
 
     def _set(self, replicas: list[Any]) -> None:

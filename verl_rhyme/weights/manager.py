@@ -122,7 +122,7 @@ class RelayManager(Carrier):
         if replica in self._behind:
             self.deliver([replica])
         if replica in self._nodes:
-            ray.get(self._relay(self._nodes[replica][0]).forget_replica.remote(replica.replica_rank))
+            self._ask(self._nodes[replica][0], "forget_replica", replica.replica_rank)
 
     def close(self) -> None:
         if closed := [each.close.remote() for each in self._relays.values()]:
@@ -135,16 +135,27 @@ class RelayManager(Carrier):
             raise WeightsError(f"version {version} is published after version {self._published.version}")
         ranks = self.actor_wg.world_size
         if self._node is None:
-            self._node = ray.get(self.actor_wg.execute_checkpoint_engine(["prepare"] * ranks))[0]["node"]
+            self._node = self._call_actor("prepare")[0]["node"]
         node = self._node
         self._folders[node] = self._ask(node, "expect", version)
         arguments = {"path": [self._folders[node]] * ranks, "dtype": [self._dtype] * ranks}
         if arguments != self._actor_arguments:
-            ray.get(self.actor_wg.execute_checkpoint_engine(method=["init_process_group"] * ranks, **arguments))
+            self._call_actor("init_process_group", **arguments)
             self._actor_arguments = arguments
         ray.get(self.actor_wg.update_weights(global_steps=version, mode=BACKEND))
         self._published = _Published(node, version, ray.put(sent_by(self.actor_wg)))
         self._check_source()
+
+    def _call_actor(self, method: str, **arguments: Any) -> list[Any]:
+        """Return the answers of all training workers; WeightsError if one hangs."""
+        call = self.actor_wg.execute_checkpoint_engine(method=[method] * self.actor_wg.world_size, **arguments)
+        try:
+            return ray.get(call, timeout=PATIENCE_S)
+        except GetTimeoutError as error:
+            raise WeightsError(
+                f"the training workers did not answer {method} within {PATIENCE_S:.0f} s: their processes hang\n"
+                "Run the same command again: it resumes from the last checkpoint."
+            ) from error
 
     def _check_source(self) -> None:
         """Raise WeightsError if the actor's node has lost the newest version."""
@@ -185,7 +196,7 @@ class RelayManager(Carrier):
         errors: dict[Any, Exception] = {}
 
         def call(method: str, arguments: dict[Any, list[dict[str, Any]]]) -> dict[Any, list[Any]]:
-            """Call the workers of all replicas at once; return the answers of those whose workers all live."""
+            """Call the workers of all replicas at once; return the answers of those whose workers all answer."""
             calls = {
                 replica: [
                     worker.execute_checkpoint_engine.remote(method, **given)
@@ -193,11 +204,11 @@ class RelayManager(Carrier):
                 ]
                 for replica, each in arguments.items()
             }
-            answers = {}
+            answers, until = {}, time.monotonic() + PATIENCE_S
             for replica, each in calls.items():
                 try:
-                    answers[replica] = ray.get(each)
-                except RayActorError as error:
+                    answers[replica] = ray.get(each, timeout=max(0.0, until - time.monotonic()))
+                except (RayActorError, GetTimeoutError) as error:  # the check of dead replicas finds one that hangs
                     errors[replica] = error
             return answers
 

@@ -42,6 +42,17 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path, training):
     os.close(run_lock.take(tmp_path, os.getpid()))
 
 
+def test_the_lock_of_a_machine_that_died_can_be_removed(tmp_path, training):
+    """A file server may keep it for long."""
+    file = tmp_path / "run.lock"
+    assert str(file) not in run_lock.user(tmp_path), "its process is here"
+    file.write_text(file.read_text().replace(socket.gethostname(), "node-7"))
+    assert "If node-7 died or was cut off, the file server may keep its lock for long: once" in run_lock.user(tmp_path)
+    assert run_lock.user(tmp_path).endswith(f"delete {file}")
+    file.unlink()
+    os.close(run_lock.take(tmp_path, os.getpid()))
+
+
 SCRIPT = """
 source "$0"; NAME=test
 python -c 'import os, pathlib, sys; from verl_rhyme.checks import run_lock

@@ -222,10 +222,13 @@ def test_an_automatic_folder_is_one_that_works(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = ownership.user_folder(str(tmp_path))
     assert history_folder.place() == own
+    assert history_folder.here(own / "run") == own / "run"
     own.symlink_to("/")
     with pytest.raises(HistoryError, match="is a link or belongs to another user"):
         history_folder.check(own / "run")
     assert history_folder.place().is_relative_to("/var/tmp")
+    assert history_folder.here(own / "run") == history_folder.place() / "run", "of another node"
+    assert history_folder.here(own) == own, "of history.dir"
     monkeypatch.setattr(history_folder, "check", partial(only_in, Path("/dev/shm")))
     assert history_folder.place().is_relative_to("/dev/shm"), "memory is the last choice"
     monkeypatch.setattr(history_folder, "check", partial(only_in, Path("/nowhere")))

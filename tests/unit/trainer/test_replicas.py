@@ -13,7 +13,7 @@ def test_slow_replica_does_not_delay_publication(monkeypatch):
     """Deaths are found at the end of a later step; a trainer that waits anyway waits for the answers."""
     one, other = (Mock(replica_rank=rank, nnodes=1, servers=[], workers=[None]) for rank in range(2))
     servers = SimpleNamespace(rollout_replicas=[one, other], global_load_balancer=Mock())
-    spares = SpareReplicas(servers, SimpleNamespace(config=SimpleNamespace(backend="relay"), replicas=[]))
+    spares = SpareReplicas(servers, SimpleNamespace(config=SimpleNamespace(backend="relay"), replicas=[]), 9.0)
     answers, looks = threading.Event(), []
 
     def slow(replicas, hung_s):
@@ -55,7 +55,7 @@ def test_a_start_that_hangs_is_given_up_and_another_begins(monkeypatch):
     )
     monkeypatch.setattr(replicas, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(replicas, "kill_replica", killed.append)
-    spares = SpareReplicas(servers, None)
+    spares = SpareReplicas(servers, None, 9.0)
     spares.missing = 1
     try:
         for now[0], ended, begun in (

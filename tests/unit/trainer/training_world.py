@@ -583,7 +583,7 @@ class WorldReplicas(SpareReplicas):
     """The real spares of replicas, in this world."""
 
     def __init__(self, world):
-        super().__init__(world, world.weights)
+        super().__init__(world, world.weights, world.setting.lost_after)
         self._world = world
 
     def _start(self):
@@ -717,11 +717,11 @@ def install(world, monkeypatch):
         monkeypatch.setattr(module, "ray", ray)
     for module in (driver_module, replicas):
         monkeypatch.setattr(module, "time", SimpleNamespace(sleep=cluster.sleep, monotonic=cluster.clock.time))
-    gone = lambda replicas, hung_s=None: {r: "gone" for r in replicas if not r._server_handle.alive}  # noqa: E731
+    gone = lambda replicas, hung_s: {r: "gone" for r in replicas if not r._server_handle.alive}  # noqa: E731
     for module in (replicas, topology):
         monkeypatch.setattr(module, "dead", gone)
     monkeypatch.setattr(topology, "SpareReplicas", lambda *_: world.spares)
-    monkeypatch.setattr(replicas, "watched", lambda replicas: contextlib.nullcontext({}))
+    monkeypatch.setattr(replicas, "watched", lambda replicas, hung_s: contextlib.nullcontext({}))
     monkeypatch.setattr(driver_module.coordinator, "start", lambda name=None: world.coordinator)
     monkeypatch.setattr(coordinator, "add_log_handler", lambda: None)
 

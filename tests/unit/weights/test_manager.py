@@ -55,11 +55,14 @@ class Relay:
 
 
 class Replica:
-    def __init__(self, rank, node="n", error=None):
-        worker = SimpleNamespace(
-            remote=lambda method, **_: Result({"node": node} if method == "prepare" else None, self.error)
-        )
-        self.replica_rank, self.servers, self.error = rank, [], error
+    """A replica; its worker does not answer the method ``hangs_at``."""
+
+    def __init__(self, rank, node="n"):
+        def remote(method, **_):
+            return Result({"node": node} if method == "prepare" else None, self.error, method != self.hangs_at)
+
+        worker = SimpleNamespace(remote=remote)
+        self.replica_rank, self.servers, self.error, self.hangs_at = rank, [], None, ""
         self.workers = [SimpleNamespace(execute_checkpoint_engine=worker)]
 
 
@@ -68,6 +71,7 @@ class World:
 
     def __init__(self, monkeypatch):
         self.dies_at, self.hangs_at, self.failing, self.lost = [], [], {}, False
+        self.actor_hangs_at = []  # the method, of its only worker
         self.taken, self.relays, self.written = [], [], []
         ray = SimpleNamespace(
             get=self.get, put=lambda value: value, nodes=lambda: [], wait=lambda calls, **_: (calls, [])
@@ -79,7 +83,7 @@ class World:
         self.replicas = [Replica(rank) for rank in range(2)]
         actor = SimpleNamespace(
             world_size=1,
-            execute_checkpoint_engine=lambda method, **_: [Result({"node": "n"})],
+            execute_checkpoint_engine=lambda method, **_: [Result({"node": "n"}, there=method != self.actor_hangs_at)],
             update_weights=lambda global_steps, mode: self.written.append(global_steps) or [Result()],
         )
         register()
@@ -92,8 +96,9 @@ class World:
 
     def get(self, calls, timeout=None):
         if not isinstance(calls, Result):
-            return [self.get(call) for call in calls]
+            return [self.get(call, timeout) for call in calls]
         if not calls.there:
+            assert timeout is not None, "the trainer waits for ever"
             raise GetTimeoutError
         if calls.error is not None:
             raise calls.error
@@ -198,6 +203,24 @@ def test_a_dead_replica_does_not_block_others_and_is_tried_again(background):
     gone.error = None
     assert [background.manager.check() for _ in range(2)] == [1, 0]
     assert background.taken[2:] == [(2, 2)]
+
+
+@pytest.mark.parametrize("method", ["prepare", "init_process_group"])
+def test_a_replica_whose_worker_hangs_does_not_block_others(background, method):
+    background.manager.replicas[2].hangs_at = method
+    background.manager.update_weights(2)
+    assert background.taken == [(0, 2), (1, 2)]
+    assert background.manager.check() == 1
+    background.manager.replicas[2].hangs_at = ""
+    assert [background.manager.check() for _ in range(2)] == [1, 0]
+
+
+@pytest.mark.parametrize("method", ["prepare", "init_process_group"])
+def test_training_workers_that_hang_end_the_run(world, method):
+    world.manager._node, world.manager._actor_arguments = None, {}  # as at the first publication
+    world.actor_hangs_at = [method]
+    with pytest.raises(WeightsError, match=rf"did not answer {method} within 600 s.*\n.*from the last checkpoint"):
+        world.manager.update_weights(2)
 
 
 def test_a_replica_is_released_after_its_delivery(background):
