@@ -51,7 +51,7 @@ def arguments(row, folder, verl_knows=True):
 def outcome(arguments):
     """Return ``composes``, or the last part of each refused key."""
     checks = examine(compose(arguments), elsewhere=True, imports=False).checks
-    refused = [check.detail.partition("=")[0].split(".")[-1] for check in checks if check.status == FAIL]
+    refused = [re.split("=| is not read", check.detail)[0].split(".")[-1] for check in checks if check.status == FAIL]
     return ", ".join(refused) or "composes"
 
 
