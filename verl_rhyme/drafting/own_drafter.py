@@ -27,7 +27,7 @@ _NESTED = ("text_config", "transformer_layer_config", "model")
 #: Keys of EAGLE-3 heads only.
 _EAGLE3 = {"draft_vocab_size", "target_hidden_size", "eagle_config", "eagle_aux_hidden_state_layer_ids"}
 #: Types of rope that vLLM does not scale the positions by.
-_UNSCALED = ("default", "su", "longrope", "llama3")
+_UNSCALED = ("su", "longrope", "llama3")
 
 
 @dataclass(frozen=True)
