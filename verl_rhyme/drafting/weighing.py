@@ -19,8 +19,6 @@ from verl_rhyme.drafting.cost import WIDTHS, StepCost, width_of
 EXPLORE_EVERY = 128
 #: Steps after which a step with drafts that was asked for has come.
 _LATE = 4
-#: Steps of a width after an experiment that did not verify more than others before.
-_UNLEARNT = 16
 #: Share of the least value of granted tokens, where more were planned, from which the next step plans tokens.
 _MARGIN = 0.7
 #: Share of the time that may be lost by steps that omit profitable drafts.
@@ -54,7 +52,6 @@ class Weighing:
         self._cut: tuple[int, int, float] | None = None
         self.waits = False  # whether the next steps wait for the tokens before them, so that they can have drafts
         self._curious = False  # whether drafts would gain if they were cheap, and their price is not known
-        self._again = 0  # steps of a width before it is tried again: the last one did not show it
         self._owed = np.zeros(WIDTHS)  # loss by omitted drafts that is allowed, in steps
         #: Of the last plan: rows, whether the model drafted for it, and seconds of a step that verifies such drafts.
         self._promised: tuple[int, bool, float] | None = None
@@ -84,11 +81,7 @@ class Weighing:
         proposed: bool,  # whether the model's drafter ran at its end
     ) -> None:
         rows, size = len(drafted), int(drafted.sum())
-        largest = self.cost.largest
         self.cost.observe(rows, size, seconds, prefilled, proposed)
-        if self._explored:
-            learnt = self.cost.largest > largest
-            self._again = 0 if learnt else int(self.cost.steps[width_of(rows)]) + _UNLEARNT
         self._omitting &= size > 0
         prices = self.cost.prices(rows, max(rows, size))
         row = float(prices[0]) / rows  # seconds of a token without drafts
@@ -97,10 +90,9 @@ class Weighing:
         if first is not None:  # what they would have gained: the confidence may lag behind the text
             count, right = first
             gain = max(gain, row * right - (prices[count] - prices[0]))
-            unknown = rows + count > self.cost.largest and (gain > 0 or not self._explored)
+            untried = rows + min(count, _affordable(prices)) > self.cost.largest and (gain > 0 or not self._explored)
             rests = self.rest.asleep(rows) or self._ahead
-            again = self.cost.steps[width_of(rows)] >= self._again
-            self._curious = unknown and rests and again and self.rest.pays(rows, row * right, row * rows)
+            self._curious = untried and rests and self.rest.pays(rows, row * right, row * rows)
         if not self._explored or gain > 0:
             self.rest.observe(rows, planned, planning, float(gain), row * rows)
 
@@ -201,7 +193,7 @@ class Weighing:
     ) -> np.ndarray:
         """An experiment grants up to ``most`` tokens that take no more than a step's time, if at all."""
         size = int(granted.sum())
-        most = min(most, max(1, int(np.searchsorted(prices, prices[size] + prices[0], side="right")) - 1))
+        most = min(most, _affordable(prices, size))
         tried = select_tokens(reach, planned, most, FREE)
         value = reach[np.arange(reach.shape[1]) < planned[:, None]].sum() * prices[0] / len(planned)
         # A price that is hardly known may be half.
@@ -222,3 +214,8 @@ class Weighing:
             self._owed[width] = 0
             self._omitting = True
         return self._omitting
+
+
+def _affordable(prices: np.ndarray, size: int = 0) -> int:
+    """Return the most draft tokens that take at most a step's time more than ``size`` of them."""
+    return max(1, int(np.searchsorted(prices, prices[size] + prices[0], side="right")) - 1)

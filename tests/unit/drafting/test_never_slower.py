@@ -137,6 +137,12 @@ def test_an_asynchronous_engine_wakes_soon():
         assert engine.log.gain(begin) > least
 
 
+def test_an_experiment_that_would_be_too_large_is_not_begun():
+    """A wide batch began one at most probes, to know the price of more tokens than an experiment verifies."""
+    log = VirtualEngine(gpu(256), Texts(0.85, 400), 256).run(repeat(400), 700)
+    assert log.gain(200) > 0.988
+
+
 def test_drafts_that_are_never_accepted_end():
     """An engine that drops all drafts lost a third of its speed for ever."""
     log = VirtualEngine(linear(**MEMORY, plan=1e-4), Texts(0.9, 400), 16, verifies=False).run(repeat(400), 400)
