@@ -126,25 +126,18 @@ class AdaptiveDrafter:
         )
         verified = drafted > 0
         kept = np.where(verified, accepted, 0)
-        # A previous text needs no plan.
-        own = self._slots.source[batch.ids, 0] != kernels.PREVIOUS if self._regrowing else None
+        sampled, spans, counts = kernels.observe(self._live.arrays, self._slots, self._model, batch, drafted, kept)
         chain = 0
         if done.chains is not None:
             chain = done.chains.shape[1]
             self._slots.chain[batch.ids, :chain] = done.chains
         self._slots.chain_size[batch.ids] = chain
-        sampled, spans, planned, right = kernels.observe(
-            self._live.arrays, self._slots, self._model, batch, drafted, kept
-        )
         # A step that waits without need takes another time than one without drafts.
         proposed, timed = chain > 0, done.seconds is not None and not done.waited
         weighing.keep_promise(rows, int(kept.sum()), timed)
         if timed:
             assert done.seconds is not None
-            first = (planned, right) if kept.any() or not drafted.any() else None
-            weighing.observe(
-                drafted, kept, own, first, self.planned, done.seconds, done.planning, done.prefilled, proposed
-            )
+            weighing.observe(drafted, kept, counts, self.planned, done.seconds, done.planning, done.prefilled, proposed)
         self._slots.verify_steps[batch.ids] += verified
         self._steps += 1
         terms = weighing.terms(rows, budget, int(batch.limits.sum()), timed, proposed, done.next_launched)
@@ -156,7 +149,7 @@ class AdaptiveDrafter:
         )
         floor = self._config.floor
         self.planned = weighing.plans(rows, terms)
-        if self.planned:
+        if self.planned or chain:
             within = batch._replace(limits=self._within(budget, batch))
             self._plan(within, plans, max(floor, weighing.least(rows, terms)))
         if self._regrowing:
@@ -181,11 +174,12 @@ class AdaptiveDrafter:
         return self._batch[1]
 
     def _plan(self, batch: Batch, plans: Plans, floor: float) -> None:
+        """Plan all rows; of a step that is not ``planned``, the model's chains alone, without a search in texts."""
         rows = len(batch.ids)
         parts = max(1, min(self._threads.count, rows // ROWS_A_THREAD))
         ends = [rows * part // parts for part in range(parts + 1)]
         state = self._live.arrays, self._slots, self._model
-        common = batch, plans, floor, self._vocabulary
+        common = batch, plans, floor, self._vocabulary, self.planned
         calls = (
             partial(kernels.plan, *state, scratch, *common, span)
             for scratch, span in zip(self._scratch, pairwise(ends), strict=False)

@@ -150,33 +150,41 @@ class Rest:
 class Proposals:
     """Decides by width whether the model's own drafter drafts after a step: if tokens come faster with its drafts.
 
-    It starts without. The slower way is tried at intervals that double, until a trial has lost a step. Only trials and
-    the first steps after a change decide: their rates are of the same time, while contexts grow and rows become fewer.
+    It starts without. The slower way is tried at intervals that quadruple, until a trial has lost a step. Only trials
+    and the first steps after a change decide: their rates are of the same time, while contexts grow and rows become
+    fewer. Drafts gain more the fewer rows a step has: a width that was not tried takes the verdict of the next wider
+    one if the drafter drafts there, and of the next narrower one if it does not.
     """
 
-    #: Steps before the first trial, and most between two; most steps of a trial; steps that a rate remembers.
-    SOON, SELDOM, TRIAL, MEMORY = 24, 512, 25, 64
+    #: Steps before the first trial, least before the next one, before one after a change, and most between two.
+    FIRST, SECOND, SOON, SELDOM = 7, 64, 24, 512
+    #: Most steps of a trial; least that change the verdict; steps that a rate remembers.
+    TRIAL, LEAST, MEMORY = 25, 3, 64
     #: Steps that the result of the last trial counts as in the next.
     EARLIER = 4
 
     def __init__(self) -> None:
         self._drafts = np.zeros(WIDTHS, dtype=np.int64)  # whether the drafter drafts outside of trials
         self._sums = np.zeros((WIDTHS, 2, 3))  # tokens, seconds and steps, by whether the drafter drafts
-        self._interval = np.full(WIDTHS, self.SOON)
+        self._interval = np.full(WIDTHS, self.FIRST)  # longer where a verdict is known
         self._waited = np.zeros(WIDTHS, dtype=np.int64)
         self._trial = np.zeros(WIDTHS, dtype=np.int64)  # steps left of a trial
+        self._begun = np.zeros(WIDTHS, dtype=bool)  # whether the model has drafted since the last trial began
         self._lost = np.zeros(WIDTHS)  # usual steps that the trial has cost
         self._pace = np.zeros(WIDTHS)  # usual tokens a second at the last trial or change
 
     def wanted(self, rows: int) -> bool:
         width = width_of(rows)
+        if self._interval[width] == self.FIRST:
+            self._adopt(width)
         usual = self._drafts[width]
         if not self._trial[width]:
             self._waited[width] += 1
             if self._waited[width] < self._interval[width]:
                 return bool(usual)
             self._waited[width], self._trial[width], self._lost[width] = 0, self.TRIAL, 0.0
-            self._interval[width] = min(2 * self._interval[width], self.SELDOM)
+            self._interval[width] = min(max(self.SECOND, 4 * self._interval[width]), self.SELDOM)
+            self._begun[width] = False
             tokens, seconds, _ = self._sums[width, usual].tolist()
             pace = tokens / seconds if tokens else 0.0
             earlier = self._sums[width, 1 - usual]
@@ -187,8 +195,28 @@ class Proposals:
         # What a step of it gained is known a step later.
         return bool(usual if self._trial[width] % 2 else 1 - usual)
 
+    def _adopt(self, width: int) -> None:
+        """Take the verdict of another width, if it holds for this one as well."""
+        known = np.flatnonzero(self._interval > self.FIRST)
+        for others, drafts in ((known[known > width][:1], 1), (known[known < width][-1:], 0)):
+            if (self._drafts[others] == drafts).any():
+                self._drafts[width], self._interval[width] = drafts, self._interval[others[0]]
+                return
+
     def on_trial(self, rows: int) -> bool:
         return bool(self._trial[width_of(rows)])
+
+    def on_first_trial(self, rows: int) -> bool:
+        """Return whether the trial is a width's first, or the first after a change."""
+        return bool(self._interval[width_of(rows)] == self.SECOND)
+
+    def begin(self, rows: int) -> None:
+        """Take in that the model has drafted."""
+        self._begun[width_of(rows)] = True
+
+    def begun(self, rows: int) -> bool:
+        """Return whether the model has drafted since the last trial began."""
+        return bool(self._begun[width_of(rows)])
 
     def end_trial(self, rows: int) -> None:
         self._trial[width_of(rows)] = 0
@@ -207,9 +235,9 @@ class Proposals:
                 self._trial[width] = 0
         self._sums[width, int(proposed)] *= 1 - 1 / self.MEMORY
         self._sums[width, int(proposed)] += tokens, seconds, 1
-        if self._trial[width] or self._interval[width] == self.SOON:
-            (known, known_seconds, _), (tried, tried_seconds, _) = self._sums[width, [usual, other]].tolist()
-            if known > 0 and tried > 0 and tried * known_seconds > known * tried_seconds:
+        if self._trial[width] or self._interval[width] <= self.SOON:
+            (known, known_seconds, _), (tried, tried_seconds, steps) = self._sums[width, [usual, other]].tolist()
+            if known > 0 and round(steps) >= self.LEAST and tried * known_seconds > known * tried_seconds:
                 self._drafts[width], self._interval[width] = other, self.SOON
                 self._waited[width] = self._trial[width] = 0
                 self._pace[width] = tried / tried_seconds

@@ -158,8 +158,9 @@ def observe(live, slots, model, batch, drafted, accepted):
 
     ``drafted``, ``accepted``: int64[B], draft tokens that the step verified and accepted. Return tokens for
     :func:`count`: int32[k], the new tokens of each row after their context; and int64[B, 2], begin and end of a row's
-    new tokens in it. Return also the rows whose last plan had a first token, granted or not, and those of them that
-    sampled it.
+    new tokens in it. Return also int64[3, 2]: tokens that would have been verified and accepted without a search in
+    texts, from the model's chains and previous texts; rows whose last plan had a first token, granted or not, and those
+    that sampled it; the same of the chains.
     """
     live, slots, model = _borrowed(live), _borrowed(slots), _borrowed(model)
     batch, (drafted, accepted) = _borrowed(batch), _borrowed((drafted, accepted))
@@ -175,18 +176,33 @@ def observe(live, slots, model, batch, drafted, accepted):
         spans[b, 0], spans[b, 1] = size, size + lengths[b] - begin
         size = spans[b, 1]
     sampled = np.empty(size, dtype=np.int32)
-    size = first = right = 0
+    size = 0
+    counts = np.zeros((3, 2), dtype=np.int64)
     for b in range(len(ids)):
         slot = ids[b]
         text = batch.tokens[batch.rows[b]]
+        if drafted[b] and slots.source[slot, 0] == PREVIOUS:
+            counts[0, 0] += drafted[b]
+            counts[0, 1] += accepted[b]
         for d in range(drafted[b]):
             slots.by_source[slot, slots.source[slot, d], 0] += 1
             slots.by_source[slot, slots.source[slot, d], 1] += d < accepted[b]
         known, length = min(slots.length[slot], lengths[b]), lengths[b]
         if slots.planned_at[slot] == known and known < length:
+            chain = slots.chain_size[slot]
             if slots.planned[slot]:
-                first += 1
-                right += slots.draft[slot, 0] == text[known]
+                counts[1, 0] += 1
+                counts[1, 1] += slots.draft[slot, 0] == text[known]
+            if chain:
+                counts[2, 0] += 1
+                counts[2, 1] += slots.chain[slot, 0] == text[known]
+            if slots.source[slot, 0] != PREVIOUS:
+                chain = min(chain, drafted[b])
+                hits = 0
+                while hits < chain and known + hits < length and slots.chain[slot, hits] == text[known + hits]:
+                    hits += 1
+                counts[0, 0] += chain
+                counts[0, 1] += hits
             _learn(slots, model, slot, text[known:length])
         slots.planned[slot] = 0
         slots.candidates[slot] = 0
@@ -196,7 +212,7 @@ def observe(live, slots, model, batch, drafted, accepted):
             sampled[size] = text[index]
             size += 1
         slots.length[slot] = length
-    return sampled, spans, first, right
+    return sampled, spans, counts
 
 
 @compiled
@@ -210,21 +226,21 @@ def count(counts, sampled, spans):
 
 
 @compiled
-def plan(live, slots, model, scratch, batch, plans, floor, vocabulary, span):
+def plan(live, slots, model, scratch, batch, plans, floor, vocabulary, searches, span):
     """Plan the next drafts of the rows ``span[0]`` to before ``span[1]``; write to ``plans`` and the rows' slots only.
 
     ``plans.reach`` and ``.planned`` are zeros before; ``reach`` also gets the token below ``floor``, the minimum
-    probability that a planned token is reached and accepted. Token ids are below ``vocabulary``. ``scratch`` is this
-    thread's.
+    probability that a planned token is reached and accepted. Token ids are below ``vocabulary``. ``searches``: whether
+    texts are searched, or the model's chains alone are planned. ``scratch`` is this thread's.
     """
     live, slots, model, scratch = _borrowed(live), _borrowed(slots), _borrowed(model), _borrowed(scratch)
     batch, plans = _borrowed(batch), _borrowed(plans)
     ids, rows, tokens, lengths, limits = batch
     for b in range(span[0], span[1]):
-        if b + 1 < span[1] and limits[b + 1] > 0:
+        if searches and b + 1 < span[1] and limits[b + 1] > 0:
             _prefetch_row(live, slots, scratch, ids[b + 1], tokens[rows[b + 1]], lengths[b + 1])
         if limits[b] > 0:
-            plans.planned[b] = _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary)
+            plans.planned[b] = _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary, searches)
 
 
 @compiled
@@ -551,7 +567,7 @@ def _probability(logit):
 
 
 @compiled
-def _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary):
+def _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary, searches):
     """Walk from the occurrences of the latest tokens, at each position to the candidate most likely to be accepted."""
     slot, text, length = batch.ids[b], batch.tokens[batch.rows[b]], batch.lengths[b]
     draft, reach, planned = plans.draft[b], plans.reach[b], 0
@@ -561,9 +577,9 @@ def _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary):
     scratch.context[:end] = text[start:length]
     reached = 1.0
     own_position = np.int64(-1)
-    if slots.block[slot] >= 0:
+    if searches and slots.block[slot] >= 0:
         own_position = np.int64(slots.block[slot]) * BLOCK + live.fill[slots.block[slot]] - 1
-    n = _occurrences(live, slots, scratch, slot, end, own_position)
+    n = _occurrences(live, slots, scratch, slot, end, own_position) if searches else 0
     size = slots.history_size[slot, 0]
     history = carray(pointer(slots.history[slot, 0]), (size,), dtype=np.int32)
     recorded = carray(pointer(slots.history[slot, 2]), (size,), dtype=np.uint8)
@@ -575,7 +591,7 @@ def _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary):
         n = _append_chain(scratch, n, np.int64(-1))
     while planned < limit:
         n, distinct, longest = _vote(live, scratch, history, recorded, chain, n, vocabulary)
-        if planned == 0 or distinct != 1 or longest < _SURE:
+        if searches and (planned == 0 or distinct != 1 or longest < _SURE):
             distinct, longest = _vote_counts(live.counts, scratch, end, distinct, longest, vocabulary)
         if distinct == 0:
             break
@@ -628,7 +644,7 @@ def _plan(live, slots, model, scratch, batch, plans, b, floor, vocabulary):
                 kept += 1
         follows = kept > 0 and scratch.source[kept - 1] == MODEL  # it is the last occurrence
         lost, n = n > 0 and kept == follows, kept
-        if lost and planned < limit:  # otherwise counts alone continue
+        if searches and lost and planned < limit:  # otherwise counts alone continue
             n = _occurrences(live, slots, scratch, slot, end, np.int64(-1))
             if follows:
                 n = _append_chain(scratch, n, np.int64(planned - 1))

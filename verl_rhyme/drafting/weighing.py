@@ -38,6 +38,9 @@ class Terms:
 class Weighing:
     """Learns from finished steps with times; drafts have up to ``longest`` tokens. Not ``enabled``, all are granted."""
 
+    #: Steps in the mean of right tokens.
+    MEMORY = 16
+
     def __init__(self, longest: int, enabled: bool) -> None:
         self._longest, self._enabled = longest, enabled
         self.cost, self.rest, self.proposals = StepCost(), Rest(), Proposals()
@@ -48,6 +51,9 @@ class Weighing:
         self._ahead = False  # whether the last plan came too late for the next step
         self._omitting = False  # whether drafts are omitted until a step without them was timed
         self._waiting = Waiting()
+        self._pricing = False  # whether a trial of the model's drafter begins with an experiment
+        #: First tokens of the model's drafter that were right, and all, a step; before the first, one of two.
+        self._right = np.array([1.0, 2.0]) / self.MEMORY
         #: If the last plan had too many tokens: its rows, the most that it could grant, and the least value of those.
         self._cut: tuple[int, int, float] | None = None
         self.waits = False  # whether the next steps wait for the tokens before them, so that they can have drafts
@@ -72,8 +78,7 @@ class Weighing:
         self,
         drafted: np.ndarray,  # int64[B], tokens that the step verified
         accepted: np.ndarray,  # int64[B]
-        own: np.ndarray | None,  # bool[B], rows whose drafts were planned: a previous text needs no plan; None: all
-        first: tuple[int, int] | None,  # planned first tokens, granted or not, and those that were right
+        counts: np.ndarray,  # int64[3, 2], see kernels.observe
         planned: bool,
         seconds: float,  # of the step
         planning: float,  # seconds of its plan
@@ -85,10 +90,11 @@ class Weighing:
         self._omitting &= size > 0
         prices = self.cost.prices(rows, max(rows, size))
         row = float(prices[0]) / rows  # seconds of a token without drafts
-        planned_drafts, hits = (drafted, accepted) if own is None else (drafted[own], accepted[own])
-        gain = row * hits.sum() - (prices[size] - prices[size - int(planned_drafts.sum())])
-        if first is not None:  # what they would have gained: the confidence may lag behind the text
-            count, right = first
+        (unsearched, found), first, chained = counts.tolist()
+        self._right += ((chained[1], chained[0]) - self._right * (chained[0] > 0)) / self.MEMORY
+        gain = row * (accepted.sum() - found) - (prices[size] - prices[unsearched])
+        if accepted.any() or not size:  # what they would have gained: the confidence may lag behind the text
+            count, right = max(0, first[0] - chained[0]), first[1] - chained[1]
             gain = max(gain, row * right - (prices[count] - prices[0]))
             untried = rows + min(count, _affordable(prices)) > self.cost.largest and (gain > 0 or not self._explored)
             rests = self.rest.asleep(rows) or self._ahead
@@ -108,10 +114,12 @@ class Weighing:
             most, more = min(budget, max(most, rows)), max(more, rows)
         prices = self.cost.prices(rows, min(most, limit))
         if proposed:  # the next step mostly ends with a proposal, too
-            if not self.proposals.faster(rows) and not self._priced(rows):
-                most, more = min(budget, max(most, rows)), rows  # a trial needs the price of drafts
-                self.proposals.end_trial(rows)
-                prices = self.cost.prices(rows, most)
+            if not self.proposals.faster(rows):
+                more = self._due
+                if self._pricing:
+                    most = more = min(budget, rows)
+                    prices = self.cost.prices(rows, most)
+            self.proposals.begin(rows)
             prices = prices + self.cost.proposal(rows)
         self._ahead = next_launched
         self._due = more if next_launched else 0
@@ -164,9 +172,11 @@ class Weighing:
         if not self._enabled:
             return True
         wanted = self.proposals.wanted(rows)
-        if wanted and not self.proposals.faster(rows) and self._priced(rows):
-            prices = self.cost.prices(rows, longest * rows)
-            return bool((1 + longest) * prices[0] > prices[-1] + self.cost.proposal(rows))  # if all were accepted
+        if wanted and not self.proposals.faster(rows):
+            self._pricing = not (self._priced(rows) and self._promises(rows, longest))
+            if self._pricing and self.proposals.begun(rows):
+                self.proposals.end_trial(rows)
+                return False
         return wanted
 
     def waits_for_model(self, rows: int, longest: int, next_launched: bool) -> bool:
@@ -174,6 +184,16 @@ class Weighing:
         if not self._enabled or self.proposals.faster(rows) or self.proposals.on_trial(rows):
             return True
         return next_launched and self.proposes(rows, longest)
+
+    def _promises(self, rows: int, longest: int) -> bool:
+        """Return whether drafts of the model alone may gain.
+
+        The first trial goes on if its tokens are right as often as lately, later ones if they were all right.
+        """
+        right = self._right[0] / self._right[1] if self.proposals.on_first_trial(rows) else 1.0
+        tokens = np.cumsum(right ** np.arange(longest + 1))[1:]
+        prices = self.cost.prices(rows, longest * rows)
+        return bool((tokens * prices[0] > prices[rows::rows] + self.cost.proposal(rows)).any())
 
     def _priced(self, rows: int) -> bool:
         return 3 * rows <= 2 * self.cost.largest

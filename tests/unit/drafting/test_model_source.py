@@ -70,6 +70,16 @@ def test_text_goes_on_where_the_chain_ends():
     assert draft == known[: len(draft)]
 
 
+def test_the_chain_alone_is_drafted_while_searches_rest(monkeypatch):
+    known = text(40)
+    engine = Engine(make({KEY: history(known)}))
+    engine.start("a", [1, 2, 3])
+    monkeypatch.setattr(engine.drafter.weighing, "plans", lambda *_: False)
+    chain = np.array([known[:3]], np.int32)
+    assert engine.step({"a": [600]}, chains=chain)["a"] == known[:3]
+    assert engine.step({"a": known[:3]})["a"] == []
+
+
 def test_the_chain_ends_where_the_walk_leaves_it():
     """Ten responses of the history against the model, which agrees with them for a token."""
     known = text(60)

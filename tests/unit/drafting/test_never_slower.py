@@ -3,12 +3,13 @@
 Each case was once below stock, or gained less than it could.
 """
 
+from dataclasses import replace
 from itertools import repeat
 
 import numpy as np
 import pytest
 
-from tests.unit.drafting.virtual_engine import Machine, Texts, VirtualEngine, knee, linear
+from tests.unit.drafting.virtual_engine import Machine, ModelAlone, Texts, VirtualEngine, knee, linear
 
 pytestmark = pytest.mark.xdist_group("kernels")
 
@@ -77,19 +78,41 @@ def test_first_steps_cost_nothing_and_later_ones_gain(machine, follow, length, r
     assert log.gain(0, steps) > late
 
 
+def with_a_tail(rollouts):
+    """Yield the lengths of each rollout's 64 responses, of which few are long."""
+    rng = np.random.default_rng(0)
+    for _ in range(rollouts):
+        lengths = np.clip(np.exp(rng.normal(4.6, 0.7, 64)), 20, 1200).astype(int)
+        lengths[:4] = 700, 900, 1000, 1200
+        yield lengths
+
+
 @pytest.mark.parametrize(("follow", "whole"), [(0.5, 1.08), (0.75, 1.55)])
 def test_wide_batch_after_a_narrow_tail(follow, whole):
     """Rollouts whose rows start together, and end in a long tail of few rows where drafts cost nothing."""
-    rng = np.random.default_rng(0)
     engine, begin = VirtualEngine(knee(0.012, 48), Texts(follow, 1200), 64), 0
-    for _ in range(3):
-        lengths = np.clip(np.exp(rng.normal(4.6, 0.7, 64)), 20, 1200).astype(int)
-        lengths[:4] = 700, 900, 1000, 1200
+    for lengths in with_a_tail(3):
         log = engine.run(lengths)
         stock = sum(engine.machine.seconds((lengths >= step).sum(), 0, 0, 0) for step in range(1, 1201))
         assert log.gain(begin, wider=32) > 0.97
         assert stock / sum(log.seconds[begin:]) > whole
         begin = len(log.rows)
+
+
+@pytest.mark.parametrize(("right", "first", "later"), [(0.8, 0.97, 0.97), (0.5, 0.97, 0.97), (0.0, 1.1, 1.15)])
+@pytest.mark.parametrize("machine", [linear(**MEMORY), knee(0.012, 128), gpu(0)])
+def test_text_beside_the_models_drafter_is_not_below_it_alone(machine, right, first, later):
+    """Batches of all widths up to 64, of which each learnt on its own whether the model's drafter gains."""
+    machine = replace(machine, row_plan=6e-6, model=0.0015, right=right)
+    ours, alone = [], []
+    for seconds, drafter in ((ours, None), (alone, ModelAlone())):
+        engine, begin = VirtualEngine(machine, Texts(0.3, 1200), 64, drafter=drafter), 0
+        for lengths in with_a_tail(4):
+            log = engine.run(lengths)
+            seconds.append(sum(log.seconds[begin:]))
+            begin = len(log.rows)
+    assert alone[0] / ours[0] > first
+    assert sum(alone[1:]) / sum(ours[1:]) > later
 
 
 def test_rests_while_drafts_are_expensive_and_resumes_later():

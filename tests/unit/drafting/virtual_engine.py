@@ -10,7 +10,7 @@ import numpy as np
 from tests.unit.drafting.engine import agreement
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
-from verl_rhyme.drafting.policy import DecodeStep
+from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.history.record import PromptHistory, Trajectory
 
 VOCABULARY, PROMPT, SAMPLES = 30_000, 8, 4
@@ -21,7 +21,7 @@ class Machine:
     """Seconds of a step: a number of rows, of draft tokens, of prompt tokens, and of tokens in the rows.
 
     Attributes:
-        plan: Seconds of the drafter in a planned step.
+        plan: Seconds of the drafter in a planned step, and of each row of it (``row_plan``).
         wait: Seconds of the host in a step that waits for tokens, None for a synchronous engine, where all do.
         noise: Standard deviation of the logarithm.
         model: Seconds of the model's own drafter, None without; and the share of its tokens that are right.
@@ -29,6 +29,7 @@ class Machine:
 
     seconds: Callable[[int, int, int, int], float]
     plan: float = 0.0
+    row_plan: float = 0.0
     wait: float | None = None
     noise: float = 0.02
     model: float | None = None
@@ -84,14 +85,34 @@ class Log:
         return float(emitted[wide].sum() / seconds[wide].sum() / (rows[wide].sum() / stock[wide].sum()))
 
 
+class ModelAlone:
+    """A draft policy that drafts all tokens of the model's own drafter in each step, as verl with MTP does."""
+
+    planned, waits = False, True
+
+    def start(self, *_):
+        pass
+
+    def proposes(self, _):
+        return True
+
+    def step(self, done):
+        longest = np.minimum(done.limits, min(done.budget, done.chains.shape[1]))
+        return [chain[:size].tolist() for chain, size in zip(done.chains, longest, strict=True)]
+
+    def finish(self, _):
+        return RequestCounts()
+
+
 class VirtualEngine:
     """An engine of ``slots`` rows. Each response has its length from ``lengths``; four in a row have one prompt."""
 
-    def __init__(self, machine, texts, slots, seed=0, verifies=True, **config):
+    def __init__(self, machine, texts, slots, seed=0, verifies=True, drafter=None, **config):
         self.machine, self.texts, self._verifies = machine, texts, verifies
-        self.drafter = AdaptiveDrafter(DraftingConfig(**config), texts.history, slots=slots, vocabulary=VOCABULARY)
+        config = DraftingConfig(**config, model="mtp" if machine.model is not None else None)
+        self.drafter = drafter or AdaptiveDrafter(config, texts.history, slots=slots, vocabulary=VOCABULARY)
         self._rng, self._slots, self._names = np.random.default_rng(seed), slots, count()
-        self._model_rng = np.random.default_rng(seed)
+        self._luck = [np.random.default_rng([seed, row]) for row in range(slots)]
         self._ended = False
         #: Whether steps were to wait, after the last steps. An asynchronous engine asks three steps before the step.
         self._waits = deque([False] * 3, maxlen=3)
@@ -102,7 +123,7 @@ class VirtualEngine:
         lengths, longest = iter(lengths), PROMPT + self.texts._longest + 64
         tokens, length = np.zeros((self._slots, longest), np.int32), np.zeros(self._slots, np.int64)
         drafted, accepted = np.zeros(self._slots, np.int64), np.zeros(self._slots, np.int64)
-        ends, names, wholes = np.zeros(self._slots, np.int64), {}, {}
+        ends, names, wholes, luck = np.zeros(self._slots, np.int64), {}, {}, {}
         planning, started, ahead = 0.0, len(self.log.rows), False
         while len(self.log.rows) - started < steps:
             admitted = []
@@ -114,6 +135,7 @@ class VirtualEngine:
                 names[row], prompt = f"{number}", number // SAMPLES
                 text = self.texts.sample(prompt, size)
                 whole = wholes[row] = np.concatenate([PROMPT * number + np.arange(PROMPT), text])
+                luck[row] = self._luck[row].random(len(whole))
                 tokens[row, :PROMPT], length[row], ends[row] = whole[:PROMPT], PROMPT, len(whole)
                 drafted[row] = accepted[row] = 0
                 admitted.append(row)
@@ -132,18 +154,23 @@ class VirtualEngine:
             text = int(length[live].sum())
             noise = np.exp(self.machine.noise * self._rng.standard_normal())
             seconds = self.machine.seconds(len(live), size, prompt, text) * noise
+            drafting = self.machine.wait is None or self._waits[0]
+            next_ahead = not drafting and not size
             chains = None
-            if self.machine.model is not None:
-                proposes = self.drafter.proposes(len(live))
+            if self.machine.model is not None and not next_ahead:
+                proposes = drafting and self.drafter.proposes(len(live))
                 seconds += self.machine.model * proposes
-                chains = self._chains([wholes[row][length[row] :] for row in live.tolist()], 3 * proposes)
+                chains = np.full((len(live), 3 * proposes), VOCABULARY - 1, np.int32)
+                for chain, row in zip(chains, live.tolist(), strict=True):
+                    at = slice(length[row], length[row] + len(chain))  # a token is right wherever its chain began
+                    chain[: len(wholes[row][at])] = np.where(
+                        luck[row][at] < self.machine.right, wholes[row][at], VOCABULARY - 1
+                    )
             self.log.rows.append(len(live))
             self.log.emitted.append(int(new.sum()))
             exposed = 0.0 if self.machine.wait is None or ahead else self.machine.wait
             self.log.seconds.append(seconds + exposed + planning)
             self.log.stock.append(self.machine.seconds(len(live), 0, prompt, text) * noise)
-            drafting = self.machine.wait is None or self._waits[0]
-            next_ahead = not drafting and not size
             done = DecodeStep(
                 requests=[names[row] for row in live.tolist()],
                 rows=live,
@@ -163,7 +190,7 @@ class VirtualEngine:
             drafts = self.drafter.step(done)
             self._ended, ahead = True, next_ahead
             self._waits.append(self.drafter.waits)
-            planning = self.machine.plan * self.drafter.planned * (not ahead)
+            planning = (self.machine.plan + self.machine.row_plan * len(live)) * self.drafter.planned * (not ahead)
             self.log.planned.append(self.drafter.planned)
             self._drafts = dict(zip(live.tolist(), drafts, strict=True))
             drafted[:] = 0
@@ -172,10 +199,3 @@ class VirtualEngine:
             for row in live[length[live] >= ends[live]].tolist():
                 self.drafter.finish(names.pop(row))
         return self.log
-
-    def _chains(self, following, tokens):
-        chains = self._model_rng.integers(0, VOCABULARY, (len(following), tokens)).astype(np.int32)
-        for chain, text in zip(chains, following, strict=True):
-            right = int(np.cumprod(self._model_rng.random(tokens) < self.machine.right).sum())
-            chain[:right] = np.resize(text, tokens)[:right] if len(text) else 0
-        return chains
