@@ -124,8 +124,7 @@ class AdaptiveDrafter:
             lengths=np.asarray(done.lengths, dtype=np.int64),
             limits=np.minimum(done.limits, budget).astype(np.int64),
         )
-        verified = drafted > 0
-        kept = np.where(verified, accepted, 0)
+        kept = np.where(drafted > 0, accepted, 0)
         sampled, spans, counts = kernels.observe(self._live.arrays, self._slots, self._model, batch, drafted, kept)
         chain = 0
         if done.chains is not None:
@@ -134,11 +133,11 @@ class AdaptiveDrafter:
         self._slots.chain_size[batch.ids] = chain
         # A step that waits without need takes another time than one without drafts.
         proposed, timed = chain > 0, done.seconds is not None and not done.waited
-        weighing.keep_promise(rows, int(kept.sum()), timed)
+        weighing.keep_promise(rows, int(kept.sum()), done.seconds is not None)
         if timed:
             assert done.seconds is not None
             weighing.observe(drafted, kept, counts, self.planned, done.seconds, done.planning, done.prefilled, proposed)
-        self._slots.verify_steps[batch.ids] += verified
+        self._slots.verify_steps[batch.ids] += drafted > 0
         self._steps += 1
         terms = weighing.terms(rows, budget, int(batch.limits.sum()), timed, proposed, done.next_launched)
         longest = max(1, min(int(batch.limits.max(initial=0)), self._config.max_tokens))
@@ -156,10 +155,11 @@ class AdaptiveDrafter:
             regrown = regrowth.plan(self._slots, self._agreement, batch, plans, 1 + accepted, floor, self._vocabulary)
             self._slots.source[batch.ids[regrown]] = kernels.PREVIOUS
         granted = weighing.grant(plans.reach, plans.planned, terms)
-        if done.chains is not None and done.seconds is not None and not done.prefilled:
-            seconds = done.seconds - done.waited * weighing.cost.drafting(rows)
-            weighing.promise(rows, proposed, seconds, int(drafted.sum()), int(granted.sum()), terms)
         if self._config.model:
+            if done.seconds is not None and not done.prefilled:
+                seconds = done.seconds - done.waited * weighing.cost.drafting(rows)
+                verified = 0 if done.next_launched else int(granted.sum())
+                weighing.promise(rows, proposed, seconds, int(drafted.sum()), verified, terms)
             self._model_wanted = weighing.waits_for_model(rows, self._slots.chain.shape[1], done.next_launched)
         self.reach, self.granted = plans.reach, granted
         self._threads.defer(partial(kernels.count, self._live.arrays.counts, sampled, spans))

@@ -173,7 +173,8 @@ class Proposals:
         self._lost = np.zeros(WIDTHS)  # usual steps that the trial has cost
         self._pace = np.zeros(WIDTHS)  # usual tokens a second at the last trial or change
 
-    def wanted(self, rows: int) -> bool:
+    def wanted(self, rows: int, alternates: bool = True) -> bool:
+        """Return whether the drafter drafts after this step; a trial ``alternates`` where usual steps cost as usual."""
         width = width_of(rows)
         if self._interval[width] == self.FIRST:
             self._adopt(width)
@@ -193,7 +194,7 @@ class Proposals:
             self._pace[width] = pace
         self._trial[width] -= 1
         # What a step of it gained is known a step later.
-        return bool(usual if self._trial[width] % 2 else 1 - usual)
+        return bool(usual if self._trial[width] % 2 and (alternates or usual) else 1 - usual)
 
     def _adopt(self, width: int) -> None:
         """Take the verdict of another width, if it holds for this one as well."""

@@ -48,6 +48,7 @@ class Weighing:
         self._experiments = 0
         self._due = 0  # draft tokens of an experiment that waits for a step with drafts
         self._launched = 0  # steps that were launched without them meanwhile
+        self._leads = False  # whether the engine launches steps ahead
         self._ahead = False  # whether the last plan came too late for the next step
         self._omitting = False  # whether drafts are omitted until a step without them was timed
         self._waiting = Waiting()
@@ -122,6 +123,7 @@ class Weighing:
             self.proposals.begin(rows)
             prices = prices + self.cost.proposal(rows)
         self._ahead = next_launched
+        self._leads |= next_launched
         self._due = more if next_launched else 0
         self._launched = self._launched + 1 if self._due else 0
         self._explored = more > 0 and not next_launched
@@ -171,7 +173,7 @@ class Weighing:
         """Return whether the model's drafter is to draft ``longest`` tokens a row after this step."""
         if not self._enabled:
             return True
-        wanted = self.proposals.wanted(rows)
+        wanted = self.proposals.wanted(rows, alternates=self.waits or not self._leads)
         if wanted and not self.proposals.faster(rows):
             self._pricing = not (self._priced(rows) and self._promises(rows, longest))
             if self._pricing and self.proposals.begun(rows):
@@ -181,7 +183,11 @@ class Weighing:
 
     def waits_for_model(self, rows: int, longest: int, next_launched: bool) -> bool:
         """Return whether steps wait for the model's drafter; with ``next_launched`` they do not now."""
-        if not self._enabled or self.proposals.faster(rows) or self.proposals.on_trial(rows):
+        if not self._enabled:
+            return True
+        if self._omitting:  # until a step without drafts, launched ahead, was timed
+            return False
+        if self.proposals.faster(rows) or self.proposals.on_trial(rows):
             return True
         return next_launched and self.proposes(rows, longest)
 

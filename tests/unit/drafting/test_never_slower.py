@@ -160,6 +160,15 @@ def test_an_asynchronous_engine_wakes_soon():
         assert engine.log.gain(begin) > least
 
 
+@pytest.mark.parametrize(("right", "follow", "late"), [(0.0, 0.3, 0.96), (0.8, 0.3, 1.4), (0.8, 0.85, 1.65)])
+def test_an_asynchronous_engine_decides_on_the_models_drafter(right, follow, late):
+    """Its steps without drafts had no time while it waited: no trial ended, and omitted drafts never came back."""
+    machine = replace(asynchronous(0.009, 0.004), model=0.0015, right=right)
+    log = VirtualEngine(machine, Texts(follow, 400), 64).run(repeat(400), 500)
+    assert log.gain(0, 60) > 0.95
+    assert log.gain(0, 500) > late
+
+
 def test_an_experiment_that_would_be_too_large_is_not_begun():
     """A wide batch began one at most probes, to know the price of more tokens than an experiment verifies."""
     log = VirtualEngine(gpu(256), Texts(0.85, 400), 256).run(repeat(400), 700)
