@@ -78,7 +78,7 @@ def test_vllm_knows_as_many_positions(folder, vllms):
         assert made.draft_model_config.max_model_len == examine(path, POLICY).positions == 2048
 
 
-#: Families with MTP layers in vLLM, and the published architecture of those that vLLM tells by it.
+#: Families with MTP layers in vLLM, and the published architecture where vLLM recognises the family by it.
 FAMILIES = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "pangu_ultra_moe", "nemotron_h")),
     **dict.fromkeys(("ernie4_5_moe", "exaone_moe", "hy_v3", "longcat_flash", "qwen3_5", "qwen3_5_moe", "qwen3_next")),

@@ -220,7 +220,7 @@ except ConfigError as error:
     assert forks.python(code).stdout.startswith("batches: data.train_batch_size=6 is not")
 
 
-#: As recipes for verl's first trainer have it: the class beside the main, imported there.
+#: As in recipes for verl's first trainer: the module of the main imports the class.
 OLD_MAIN = """
 import sys, hydra, ray, verl
 from pathlib import Path

@@ -85,12 +85,16 @@ class Run:
         return self.rules is not None and self.rules.max_staleness > 0
 
 
-def drafting_model(run: Run) -> str | None:
-    """Return ``drafting.model`` of a run that drafts, with verl's option for it."""
-    if not run.drafting or run.rhyme is None:
-        return None
+def engine_drafter(run: Run) -> str | None:
+    """Return the model's own drafter in the engines: ``drafting.model`` of a run that drafts, or verl's MTP."""
+    own = run.rhyme.drafting.model if run.rhyme is not None and run.drafting else None
     mtp = run.value(f"{ROLLOUT}.mtp.enable") and run.value(f"{ROLLOUT}.mtp.enable_rollout")
-    return run.rhyme.drafting.model or ("mtp" if mtp else None)
+    return own or ("mtp" if mtp else None)
+
+
+def drafting_model(run: Run) -> str | None:
+    """Return the same of a run that drafts."""
+    return engine_drafter(run) if run.drafting else None
 
 
 def several(size: Any, run: Run) -> bool:

@@ -66,7 +66,7 @@ class HistoryService:
         actor = ray.remote(concurrency_groups={READ: 1})(HistoryWriter).options(
             name=writer_name(self._base),
             num_cpus=0,
-            max_restarts=-1,  # of weeks; a call ends with the second death in it
+            max_restarts=-1,  # a long run outlives many; a call that kills it twice ends
             max_task_retries=1,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=self._node, soft=False),
         )

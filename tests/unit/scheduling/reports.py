@@ -31,8 +31,8 @@ def restored(made, known, version=0, prompts=("a",), state=None, added=(), left=
 
 
 def record(attempt, tokens, version=0):
-    told = {"id": f"{attempt.name}/{tokens}", "response_tokens": tokens, "policy_version_end": version}
-    return {**told, "started_at": 0.0, "finished_at": 1.0}
+    record = {"id": f"{attempt.name}/{tokens}", "response_tokens": tokens, "policy_version_end": version}
+    return {**record, "started_at": 0.0, "finished_at": 1.0}
 
 
 def _report(status):

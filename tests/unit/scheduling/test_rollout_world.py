@@ -139,8 +139,8 @@ class World:
         number = self.random.randint(0 if stop else min(1, left), left)
         if number:
             task.text += [self.version] * number
-            told = {"response_tokens": number, "policy_version_end": self.version}
-            task.records.append({"id": len(self.made), "started_at": 0.0, "finished_at": 1.0, **told})
+            record = {"response_tokens": number, "policy_version_end": self.version}
+            task.records.append({"id": len(self.made), "started_at": 0.0, "finished_at": 1.0, **record})
             self.made[len(self.made)] = number
         if len(task.text) == LONGEST or (self.random.random() < 0.4 and not stop and task.text):
             if self.random.random() < self.empties and self.rules.unit == "group":

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import ListConfig, OmegaConf
 
-from verl_rhyme.checks.predicates import Run, adapters_in_engines
+from verl_rhyme.checks.predicates import Run, adapters_in_engines, engine_drafter
 from verl_rhyme.checks.preflight.memory import Rollout, Training
 from verl_rhyme.checks.rules import of_config
 from verl_rhyme.config import RhymeConfig, config_tree
@@ -109,7 +109,8 @@ def read(config: Any, fields: Mapping[str, Any] | None = None) -> Plan:
         )
     critic = config.critic.get("enable")
     rhyme, rules = _rhyme(config)
-    adapters = lora if adapters_in_engines(Run(config, rhyme, rules)) else 0
+    run = Run(config, rhyme, rules)
+    adapters = lora if adapters_in_engines(run) else 0
     replica = (rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.pipeline_model_parallel_size)
     plan = Plan(
         strategy=strategy,
@@ -128,7 +129,7 @@ def read(config: Any, fields: Mapping[str, Any] | None = None) -> Plan:
         reference=bool(config.algorithm.use_kl_in_reward or actor.use_kl_loss),
         critic=config.algorithm.adv_estimator == "gae" if critic is None else bool(critic),
         lora=lora,
-        drafter=_drafter(rollout, rhyme),
+        drafter=engine_drafter(run),
         sent_bytes=_sent(rollout, training),
         rhyme=rhyme,
         rules=rules,
@@ -206,12 +207,6 @@ def _rhyme(config: Any) -> tuple[RhymeConfig | None, Rules | None]:
         return rhyme, of_config(config, rhyme)
     except ValueError:
         return rhyme, None
-
-
-def _drafter(rollout: Any, rhyme: RhymeConfig | None) -> str | None:
-    drafting, mtp = rhyme.drafting if rhyme else None, rollout.get("mtp") or {}
-    own = drafting.model if drafting and drafting.enable else None
-    return own or ("mtp" if mtp.get("enable") and mtp.get("enable_rollout") else None)
 
 
 def _rollout(config: Any, rhyme: RhymeConfig | None, fields: Mapping[str, Any], adapters: int) -> Rollout:

@@ -61,7 +61,7 @@ def reads_config(config: Any) -> bool:
 def old_trainer(main: Any) -> str | None:
     """Return the class or the main of verl by which a command trains without verl's V1 trainer; ``None`` if none shows.
 
-    Recipes for verl's first trainer import their class of it beside their main, some as a Ray actor.
+    Recipes for verl's first trainer import their class of it in the module of their main, some as a Ray actor.
     """
     function = inspect.unwrap(main)
     if is_verls(main) and Path(inspect.getfile(function)) != verl_folder() / MAIN:

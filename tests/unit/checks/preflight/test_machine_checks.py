@@ -284,8 +284,8 @@ def test_the_models_own_drafter_is_examined(world, tmp_path):
     assert not complaints(preflight(world, *long, f"{R}.max_model_len=2048")), "vLLM's limit is not the head's"
     layers = MODEL | {"num_nextn_predict_layers": 3}
     (tmp_path / "model" / "config.json").write_text(json.dumps(layers))
-    told = only(preflight(world, f"{key}=mtp"), "drafter")
-    assert told.detail == "mtp: mtp; 30 draft tokens instead of 32, a multiple of its 3 layers"
+    found = only(preflight(world, f"{key}=mtp"), "drafter")
+    assert found.detail == "mtp: mtp; 30 draft tokens instead of 32, a multiple of its 3 layers"
 
 
 def test_a_drafter_takes_memory_of_the_device(world, tmp_path):
