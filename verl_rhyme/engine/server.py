@@ -30,6 +30,7 @@ from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history_writer.history_copies import HistoryRequests, node_copies_dir
 from verl_rhyme.history_writer.history_service import tokenizer_namespace
 from verl_rhyme.history_writer.history_writer import node_history_dir
+from verl_rhyme.planning import architecture
 from verl_rhyme.processes.request import DIED, FIELD, RequestMeta, RequestRecord
 from verl_rhyme.sampling.continuation import continued_options
 
@@ -119,7 +120,10 @@ class RhymeHttpServer(vLLMHttpServer):
                 "num_speculative_tokens": drafting["max_tokens"],
             }
         else:
-            found = speculation(drafting["model"], drafting["max_tokens"], fields)
+            # Not verl's config of the model, which has no MTP layers if verl's mtp is off: vLLM reads the checkpoint.
+            file = architecture.find(self.model_config.local_path)
+            policy = {} if file is None else architecture.read_json(file)
+            found = speculation(drafting["model"], drafting["max_tokens"], policy)
             engine_kwargs["speculative_config"], drafting["max_tokens"] = found, found["num_speculative_tokens"]
         engine_kwargs["compilation_config"] = cuda_graphs.settings(
             engine_kwargs.get("compilation_config"),

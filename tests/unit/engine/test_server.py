@@ -10,6 +10,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm import SamplingParams
@@ -301,9 +302,9 @@ class Rollout(SimpleNamespace):
 
 
 def options(
-    server, model_type, drafting, mode="processed_logprobs", given=(), own=None, layers=0, lora=0, custom=None, **rhyme
+    server, model_type, drafting, mode="processed_logprobs", given=(), own=None, lora=0, custom=None, folder="", **rhyme
 ):
-    """Return ``engine_kwargs`` as the server completes them."""
+    """Return ``engine_kwargs`` as the server completes them; ``folder``: of the checkpoint."""
     tree = {"drafting": {"enable": drafting, "model": own}, "history": {"dir": "/history"}, **rhyme}
     server._rhyme = config_tree.parse(tree)
     sizes = {"cudagraph_capture_sizes": None, "max_num_seqs": 8, "max_num_batched_tokens": 256}
@@ -311,9 +312,8 @@ def options(
         checkpoint_engine=None, logprobs_mode=mode, mtp=None, enable_prefix_caching=True, custom=custom, **sizes
     )
     tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0}, name_or_path="t")
-    fields = {"num_nextn_predict_layers": layers} if layers else {}
     server.model_config = SimpleNamespace(
-        hf_config=CONFIG_MAPPING[model_type](**fields), tokenizer=tokenizer, lora_rank=lora, lora={}
+        hf_config=CONFIG_MAPPING[model_type](), tokenizer=tokenizer, lora_rank=lora, lora={}, local_path=folder
     )
     engine_kwargs = dict(given)
     server._preprocess_engine_kwargs(engine_kwargs)
@@ -361,20 +361,26 @@ def test_server_turns_off_what_drafts_do_not_go_with(server, caplog):
 
 
 def test_server_looks_at_the_models_drafter_before_the_engine_does(server, tmp_path):
-    for own, layers, words in (("/nowhere", 0, "no such folder"), ("mtp", 0, "has no MTP layers")):
-        with pytest.raises(ConfigError, match=words):
-            options(server, "qwen3", drafting=True, own=own, layers=layers)
-    found = options(server, "qwen3", drafting=True, own="mtp", layers=3)
+    """In verl's config of the model, a disabled ``mtp`` leaves no MTP layers; vLLM reads the checkpoint."""
+    policy = {"model_type": "qwen3", "drafting": True, "folder": str(tmp_path / "policy")}
+    layers = CONFIG_MAPPING["qwen3"](num_nextn_predict_layers=3, architectures=["Qwen3ForCausalLM"])
+    layers.save_pretrained(policy["folder"])
+    assert HFModelConfig(path=policy["folder"], load_tokenizer=False).hf_config.num_nextn_predict_layers == 0
+    found = options(server, own="mtp", **policy)
     assert found["speculative_config"]["num_speculative_tokens"] == 30, "vLLM refuses 32"
     assert found["additional_config"][FIELD]["drafting"]["max_tokens"] == 30
+    CONFIG_MAPPING["qwen3"]().save_pretrained(policy["folder"])
+    for own, words in (("/nowhere", "no such folder"), ("mtp", "has no MTP layers")):
+        with pytest.raises(ConfigError, match=words):
+            options(server, own=own, **policy)
     head = CONFIG_MAPPING["qwen3"](num_hidden_layers=1)
     head.save_pretrained(tmp_path / "head")
-    given = options(server, "qwen3", drafting=True, own=str(tmp_path / "head"))["speculative_config"]
+    given = options(server, own=str(tmp_path / "head"), **policy)["speculative_config"]
     assert (given["method"], given["model"]) == ("eagle", str(tmp_path / "head"))
     head.vocab_size += 1
     head.save_pretrained(tmp_path / "head")
     with pytest.raises(ConfigError, match="vocabulary entries"):
-        options(server, "qwen3", drafting=True, own=str(tmp_path / "head"))
+        options(server, own=str(tmp_path / "head"), **policy)
 
 
 def test_server_takes_the_length_that_start_up_chose(server):
