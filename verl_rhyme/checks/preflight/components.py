@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -273,11 +274,15 @@ def _loggers(config: Any) -> Iterator[Check]:
 
 
 def _holds(place: str, text: str, env: Mapping[str, Any]) -> bool:
-    """Whether a variable of the environment, or a file, has a text; ``env`` are variables of Ray's workers."""
+    """Whether a variable of the environment, or a file that this user may read, has a text; ``env`` are variables of
+    Ray's workers."""
     if place.isidentifier():
         return bool(re.search(text, str(env.get(place) or os.environ.get(place) or "")))
-    file = Path(os.path.expandvars(place)).expanduser()
-    return file.is_file() and bool(re.search(text, file.read_text(errors="replace"), re.M))
+    with suppress(OSError):
+        # os.path's: a user without a home folder has none of these files, either
+        file = Path(os.path.expanduser(os.path.expandvars(place)))
+        return bool(re.search(text, file.read_text(errors="replace"), re.M))
+    return False
 
 
 def _text(config: Any, key: str) -> str:

@@ -70,7 +70,7 @@ def _unknown(mine: Mapping[str, Any], theirs: Mapping[str, Any], place: str) -> 
 @functools.cache
 def _named(fields: bool) -> frozenset[str]:
     """Return the names that verl's source quotes, and for sections of its dataclasses their ``fields``."""
-    texts = [file.read_text() for file in compose.verl_folder().rglob("*.py")]
+    texts = [file.read_text("utf-8") for file in compose.verl_folder().rglob("*.py")]
     names = {part for text in texts for name in _QUOTED.findall(text) for part in name.split(".")}
     return frozenset(names.union(*map(_FIELD.findall, texts) if fields else ()))
 

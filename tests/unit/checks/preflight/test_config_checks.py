@@ -210,6 +210,8 @@ def test_a_logger_without_a_login_fails_before_the_engines_start(world, tmp_path
     monkeypatch.setenv(last, "")
     (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n")
     assert without() == ("wandb login" not in remedy)
+    monkeypatch.setenv("HOME", f"/{'x' * 256}")  # the system refuses it, as one that this user may not enter
+    assert without()
 
 
 VALUES = ["algorithm.adv_estimator=mine", "trainer.logger=mine", f"{R}.agent.default_agent_loop=mine"]
