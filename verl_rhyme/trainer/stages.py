@@ -84,10 +84,10 @@ class Stages:
             early = 0
         self._run(batch.keys, batch.tags, size)
         # Further padding, of parts for their ranks, would be further mini-batches.
-        surplus = self._padding[len(self._padding) + self._missing_padding(size) :]
-        _clear(surplus)
+        surplus = {*self._padding[len(self._padding) + self._missing_padding(size) :]}
+        _clear([*surplus])
         rows = [row for each in self._batches for row in zip(each.keys, each.tags, strict=True)]
-        keys, tags = zip(*(row for row in rows if row[0] not in {*surplus}), strict=True)
+        keys, tags = zip(*(row for row in rows if row[0] not in surplus), strict=True)
         whole = KVBatchMeta(partition_id=TRAIN, keys=list(keys), tags=list(tags))
         metrics.update(self._metrics.get_aggregated_metrics())
         if self._streams:
