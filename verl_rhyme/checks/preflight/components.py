@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check
+from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, problems
 from verl_rhyme.checks.preflight import user_code
 from verl_rhyme.checks.preflight.compose import verl_folder
 from verl_rhyme.checks.preflight.values import REWARD_MANAGERS
@@ -85,10 +85,12 @@ _ABSENT = object()
 #: Agent loops that verl 0.9.1 registers.
 AGENT_LOOPS = ("single_turn_agent", "tool_agent")
 
+_MANAGER_FILE = "reward.reward_manager.module.path"
+
 #: Keys of Python files that verl loads, each with the key of the object in it, if there is one.
 _PYTHON = {
     "reward.custom_reward_function.path": "reward.custom_reward_function.name",
-    "reward.reward_manager.module.path": "reward.reward_manager.name",
+    _MANAGER_FILE: "reward.reward_manager.name",
     "data.custom_cls.path": "data.custom_cls.name",
     "actor_rollout_ref.rollout.multi_turn.function_tool_path": "",
 }
@@ -119,10 +121,8 @@ _AGENT, _TURNS = "actor_rollout_ref.rollout.agent", "actor_rollout_ref.rollout.m
 def check(config: Any) -> Iterator[Check]:
     for key, name in _PYTHON.items():
         path, wanted = _text(config, key), _text(config, name) if name else ""
-        managers = key.startswith("reward.reward_manager")
-        if path and not (managers and _text(config, "reward.reward_manager.source") != "importlib"):
-            problems = list(_python(config, key, path, name, wanted))
-            yield from problems or [Check(key, OK, path)]
+        if path and (key != _MANAGER_FILE or _text(config, "reward.reward_manager.source") == "importlib"):
+            yield from list(_python(config, key, path, name, wanted)) or [Check(key, OK, path)]
     yield from _agent_loops(config)
     yield from _loggers(config)
 
@@ -143,15 +143,23 @@ def _python(config: Any, key: str, path: str, name_key: str, wanted: str) -> Ite
         return
     defined = set(_names(tree))
     if wanted and not {wanted, "*", "__getattr__"} & defined:
-        detail = f"{file} has no {wanted}{nearest(wanted, defined)}"
-        yield Check(key, FAIL, detail, f"set {name_key} to a name that the file defines")
+        yield Check(
+            key,
+            FAIL,
+            f"{file} has no {wanted}{nearest(wanted, defined)}",
+            f"set {name_key} to a name that the file defines",
+        )
     runtime: Any = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env") or {}
     more = any(value for name, value in runtime.items() if name != "env_vars")
     own_packages = more or "PYTHONPATH" in (runtime.get("env_vars") or {}) or b"sys.path" in source
     for module in () if own_packages else _imports(tree):
         if _find(module) is None and not (Path(module).is_dir() or Path(f"{module}.py").is_file()):
-            detail = f"{file} imports {module}, which is not installed"
-            yield Check(key, FAIL, detail, "install it, or add its folder to PYTHONPATH")
+            yield Check(
+                key,
+                FAIL,
+                f"{file} imports {module}, which is not installed",
+                "install it, or add its folder to PYTHONPATH",
+            )
 
 
 def _names(tree: ast.Module) -> Iterator[str]:
@@ -193,54 +201,64 @@ def _moved_keys(config: Any) -> Iterator[Check]:
             if value is not None:
                 old, new = next(each for each in _MOVED.items() if f"{key}.".startswith(f"{each[0]}."))
                 place = new + key.removeprefix(old)
-                known = OmegaConf.select(config, place, default=_ABSENT) is not _ABSENT
-                remedy = f"set {'' if known else '+'}{place}={value} instead" if new else "drop it"
+                absent = OmegaConf.select(config, place, default=_ABSENT) is _ABSENT
+                remedy = f"set {'+' * absent}{place}={value} instead" if new else "drop it"
                 yield Check("reward", FAIL, f"{key} is not read by verl's V1 trainer", remedy)
 
 
 def _reward_arguments(config: Any) -> Iterator[Check]:
     """Check the arguments of reward manager and function: verl asserts them in its workers, or reads none of them."""
-    key, manager, given = f"{_ARGUMENTS}.{_PENALTY}", config.reward.reward_manager, config.reward.get("reward_kwargs")
-    own = manager.source != "register" or manager.name not in REWARD_MANAGERS
-    for path, value in () if own else leaves(OmegaConf.to_container(config.reward), "reward."):  # type: ignore[arg-type]
+    reward, function = config.reward, "reward.custom_reward_function"
+    manager, given = reward.reward_manager, reward.get("reward_kwargs") or {}
+    yield from problems(
+        "reward",
+        (
+            OmegaConf.select(config, f"{function}.reward_kwargs") and not _text(config, f"{function}.path"),
+            f"{function}.reward_kwargs without {function}.path: verl's own reward functions do not get them",
+            f"set {function}.path, or drop them",
+        ),
+    )
+    if manager.source != "register" or manager.name not in REWARD_MANAGERS:
+        return  # the user's own manager reads what it likes
+    for path, value in leaves(OmegaConf.to_container(reward), "reward."):  # type: ignore[arg-type]
         stray = re.search(rf"(?<=\.)(reward_kwargs|{_PENALTY}|max_resp_len)(\..*)?$", path)
-        if stray and not path.startswith((f"{_ARGUMENTS}.", "reward.custom_reward_function.reward_kwargs.")):
+        if stray and not path.startswith((f"{_ARGUMENTS}.", f"{function}.reward_kwargs.")):
             place = f"{_ARGUMENTS}.{stray[0].removeprefix('reward_kwargs.')}"
             yield Check("reward", FAIL, f"{path} is not read by verl", f"set +{place}={value} instead")
-    function = "reward.custom_reward_function"
-    if OmegaConf.select(config, f"{function}.reward_kwargs") and not _text(config, f"{function}.path"):
-        detail = f"{function}.reward_kwargs without {function}.path: verl's own reward functions do not get them"
-        yield Check("reward", FAIL, detail, f"set {function}.path, or drop them")
-    if own or not given:
-        return
-    if manager.name != "dapo":
-        detail = f"{_ARGUMENTS} with reward.reward_manager.name={manager.name}, which does not read them"
-        yield Check("reward", FAIL, detail, "set reward.reward_manager.name=dapo, or drop them")
-        return
-    penalty: Any = given.get(_PENALTY) or {}
-    most = given.get("max_resp_len")
+    if manager.name == "dapo":
+        yield from _penalty(given.get(_PENALTY) or {}, given.get("max_resp_len"), config.data.max_response_length)
+    elif given:
+        yield Check(
+            "reward",
+            FAIL,
+            f"{_ARGUMENTS} with reward.reward_manager.name={manager.name}, which does not read them",
+            "set reward.reward_manager.name=dapo, or drop them",
+        )
+
+
+def _penalty(penalty: Any, most: int | None, longest: int) -> list[Check]:
+    """Check DAPO's penalty of long responses: the last ``penalty.len`` of ``most`` tokens, of at most ``longest``."""
+    key, limit = f"{_ARGUMENTS}.{_PENALTY}", f"{_ARGUMENTS}.max_resp_len"
     if not penalty.get("enable", bool(penalty)):
-        return
-    absent = [name for name in ("enable", "len", "penalty_factor", "log") if penalty.get(name) is None]
-    if absent:
-        detail = f"{key} without {', '.join(absent)}"
-        yield Check("reward", FAIL, detail, f"set {', '.join(f'+{key}.{name}' for name in absent)}")
-        return
-    longest = config.data.max_response_length
+        return []
+    if absent := [name for name in ("enable", "len", "penalty_factor", "log") if penalty.get(name) is None]:
+        remedy = f"set {', '.join(f'+{key}.{name}' for name in absent)}"
+        return [Check("reward", FAIL, f"{key} without {', '.join(absent)}", remedy)]
     if most is None or not 0 < penalty.len <= most:
-        detail = f"{key}.len={penalty.len} with {_ARGUMENTS}.max_resp_len={'null' if most is None else most}"
-        remedy = f"set {'+' * (most is None)}{_ARGUMENTS}.max_resp_len={longest}, and len from 1 to that"
-        yield Check("reward", FAIL, detail, remedy)
-    elif most - penalty.len >= longest:
-        detail = f"{_ARGUMENTS}.max_resp_len={most}: no response of {longest} tokens gets the overlong penalty"
-        yield Check("reward", WARN, detail, f"set {_ARGUMENTS}.max_resp_len={longest}")
+        detail = f"{key}.len={penalty.len} with {limit}={'null' if most is None else most}"
+        remedy = f"set {'+' * (most is None)}{limit}={longest}, and len from 1 to that"
+        return [Check("reward", FAIL, detail, remedy)]
+    useless = (
+        most - penalty.len >= longest,
+        f"{limit}={most}: no response of {longest} tokens gets the overlong penalty",
+    )
+    return problems("reward", (*useless, f"set {limit}={longest}"), status=WARN)
 
 
 def _agent_loops(config: Any) -> Iterator[Check]:
     own, default = f"{_AGENT}.agent_loop_config_path", f"{_AGENT}.default_agent_loop"
     for key in (f"{_TURNS}.tool_config_path", own):
-        path = _text(config, key)
-        if path and _config_file(path) is None:
+        if (path := _text(config, key)) and _config_file(path) is None:
             yield Check("agent loops", FAIL, f"{key}={path}: no file {Path(path).absolute()}", "correct the path")
     chosen = _text(config, default)
     if chosen and chosen not in AGENT_LOOPS and not _text(config, own):
@@ -261,16 +279,16 @@ def _loggers(config: Any) -> Iterator[Check]:
             continue
         module, package = LOGGERS[name]
         found = _find(module) if module else None
-        problems = {}
+        lacks = {}
         if module and (found is None or found.origin is None):  # a folder of that name (wandb's logs) is no package
-            problems[f"{package} is not installed"] = f"pip install {package}"
+            lacks[f"{package} is not installed"] = f"pip install {package}"
         groups, remedy = _LOGINS.get("wandb" if name == "tracking" else name, ((), ""))
         env = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
         if not all(any(_holds(place, text, env) for place, text in group.items()) for group in groups):
-            problems["this machine has no login for it"] = remedy
-        if problems:
-            detail = f"trainer.logger={name}: {', and '.join(problems)}"
-            yield Check("loggers", FAIL, detail, f"{'; '.join(problems.values())}; or drop it from trainer.logger")
+            lacks["this machine has no login for it"] = remedy
+        if lacks:
+            detail = f"trainer.logger={name}: {', and '.join(lacks)}"
+            yield Check("loggers", FAIL, detail, f"{'; '.join(lacks.values())}; or drop it from trainer.logger")
 
 
 def _holds(place: str, text: str, env: Mapping[str, Any]) -> bool:
