@@ -92,19 +92,23 @@ def examine(
         *machine_checks.ranker(plan),
         *history,
     ]
-    if not found and model:
-        detail = f"no memory estimate for strategy {plan.strategy} (only for {', '.join(ENGINES)})"
-        checks.append(Check("memory", WARN, detail, "none needed"))
+    unknown = f"no memory estimate for strategy {plan.strategy} (only for {', '.join(ENGINES)})"
+    checks += doctor.problems("memory", (model and not found, unknown, "none needed"), status=WARN)
     if not imports:
-        here += machine_checks.engine(config, plan, imports=False)
-        here += [*doctor.versions(), *doctor.shared_memory()]
-        here += doctor.history_folder(folder) if plan.rhyme is not None else ()
+        here += [
+            *machine_checks.engine(config, plan, imports=False),
+            *doctor.versions(),
+            *doctor.shared_memory(),
+            *(doctor.history_folder(folder) if plan.rhyme is not None else ()),
+        ]
     elif any(check.status == FAIL for check in (*checks, *here)):
         checks.append(Check("installation", WARN, "not checked because of the failures", "verl-rhyme doctor"))
     else:
-        checks += config_checks.agent_loops(config, plan.rhyme)
-        checks += machine_checks.engine(config, plan, imports=True)
-        checks += doctor.examine(folder, engines=False)
+        checks += [
+            *config_checks.agent_loops(config, plan.rhyme),
+            *machine_checks.engine(config, plan, imports=True),
+            *doctor.examine(folder, engines=False),
+        ]
     checks += [replace(check, status=WARN) if elsewhere and check.status == FAIL else check for check in here]
     checks.sort(key=lambda check: (FAIL, WARN, OK).index(check.status))
     return Preflight(checks, plan, found, machine)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from omegaconf import OmegaConf
 
 from verl_rhyme.checks import combinations, streaming
-from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check
+from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, problems, verdict
 from verl_rhyme.checks.predicates import MERGE
 from verl_rhyme.checks.preflight import values
 from verl_rhyme.checks.preflight.memory import Serving
@@ -21,6 +21,9 @@ from verl_rhyme.drafting import recurrent
 from verl_rhyme.planning.architecture import Architecture
 from verl_rhyme.router import router_file
 from verl_rhyme.weights import BACKEND as RELAY
+
+#: Whether a problem is there, its detail, and its remedy (:func:`.doctor.problems`).
+_Row: TypeAlias = tuple[Any, str, str]
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -61,17 +64,19 @@ def agent_loops(config: Any, tree: RhymeConfig | None) -> Iterator[Check]:
         return
     from verl.utils.import_utils import load_class_from_fqn
 
-    needed = PIPELINE_MANAGER if tree.pipeline else DRAFTING_MANAGER
+    needed, remedy = PIPELINE_MANAGER if tree.pipeline else DRAFTING_MANAGER, "or drop the override"
     try:
         known = issubclass(load_class_from_fqn(name), load_class_from_fqn(needed))
     except Exception as error:
-        detail = f"{MANAGER}={name} cannot be imported: {error}"
-        yield Check("agent loops", FAIL, detail, "correct the name, or drop the override")
+        yield Check("agent loops", FAIL, f"{MANAGER}={name} cannot be imported: {error}", f"correct the name, {remedy}")
         return
     if not known:
-        detail = f"{MANAGER}={name} does not derive from {needed}, which rhyme requires"
-        remedy = "replace verl's manager among its bases with that class, or drop the override"
-        yield Check("agent loops", FAIL, detail, remedy)
+        yield Check(
+            "agent loops",
+            FAIL,
+            f"{MANAGER}={name} does not derive from {needed}, which rhyme requires",
+            f"replace verl's manager among its bases with that class, {remedy}",
+        )
 
 
 def load(config: Any, plan: Plan) -> Iterator[Check]:
@@ -82,18 +87,23 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
         return
     steps = batch // mini
     order = training_order(plan.rhyme.scheduling.order, steps, str(actor.loss_agg_mode), actor.get("loss_scale_factor"))
-    detail = (
+    yield Check(
+        "load",
+        OK,
         f"{rules.batches:g} batches of {batch} prompts x {samples} in flight: "
         f"{math.ceil(rules.batches * rules.batch_samples)} samples for {plan.replicas * plan.rollout.max_num_seqs} "
         f"request slots; a training step is {steps} optimizer step{'s' if steps > 1 else ''}, "
-        f"{'sorted by length' if order else 'shuffled'} (order {order:g})"
+        f"{'sorted by length' if order else 'shuffled'} (order {order:g})",
     )
-    yield Check("load", OK, detail)
     why = streaming.find_unsupported_option(config)
     if rules.separate and plan.rhyme.streaming.part is not None and why is not None:
-        remedy = "to stream them, change it" if steps == 1 else f"to stream them, set {_A}.ppo_mini_batch_size={batch}"
-        detail = f"gradients of streamed parts wait for the whole batch: {why}"
-        yield Check("load", WARN, detail, f"{remedy}; {CONFIG_PATH}.streaming.part=null trains whole batches")
+        yield Check(
+            "load",
+            WARN,
+            f"gradients of streamed parts wait for the whole batch: {why}",
+            f"to stream them, {'change it' if steps == 1 else f'set {_A}.ppo_mini_batch_size={batch}'}; "
+            f"{CONFIG_PATH}.streaming.part=null trains whole batches",
+        )
 
 
 def weights(config: Any) -> Iterator[Check]:
@@ -112,14 +122,11 @@ def parallel(plan: Plan, model: Architecture | None) -> Sequence[Check]:
     )
     if plan.standalone:
         sizes += f", with {plan.rollout_gpus} separate rollout GPUs"
-    return _report("parallel sizes", [*_gpu_counts(plan), *(_model_sizes(plan, model) if model else ())], sizes)
+    rows = (*_gpu_counts(plan), *(_model_sizes(plan, model) if model else ()))
+    return problems("parallel sizes", *rows) or [Check("parallel sizes", OK, sizes)]
 
 
-def _report(name: str, problems: Sequence[tuple[str, str]], passed: str) -> Sequence[Check]:
-    return [Check(name, FAIL, *problem) for problem in problems] or [Check(name, OK, passed)]
-
-
-def _model_sizes(plan: Plan, model: Architecture) -> Iterator[tuple[str, str]]:
+def _model_sizes(plan: Plan, model: Architecture) -> Iterator[_Row]:
     training, rollout = plan.training, plan.rollout
     split = [("vLLM", rollout.tp, f"{_R}.tensor_model_parallel_size", {"MLP columns": model.ffn})]
     layers = ("vLLM", model.layers < rollout.pp, rollout.pp, f"{_R}.pipeline_model_parallel_size")
@@ -128,39 +135,56 @@ def _model_sizes(plan: Plan, model: Architecture) -> Iterator[tuple[str, str]]:
         split.append(("Megatron", training.tp, f"{_A}.megatron.tensor_model_parallel_size", columns))
         if model.layers % training.pp:
             layers = ("Megatron", True, training.pp, f"{_A}.megatron.pipeline_model_parallel_size")
-    elif training and model.heads % plan.model_parallel:
-        detail = f"Ulysses: {model.heads} attention heads are not divisible by {plan.model_parallel}"
-        yield detail, f"set {_A}.ulysses_sequence_parallel_size to a divisor of {model.heads}"
+    elif training:
+        yield (
+            model.heads % plan.model_parallel,
+            f"Ulysses: {model.heads} attention heads are not divisible by {plan.model_parallel}",
+            f"set {_A}.ulysses_sequence_parallel_size to a divisor of {model.heads}",
+        )
     for engine, tp, option, columns in split:
         for parts, size in {"attention heads": model.heads, **columns}.items():
-            if size % tp:
-                yield f"{engine}: {size} {parts} are not divisible by {tp}", f"set {option} to a divisor of {size}"
-        if model.kv_heads % tp and tp % model.kv_heads:
-            yield f"{engine}: neither of {model.kv_heads} key heads and tp={tp} divides the other", f"change {option}"
+            yield (
+                size % tp,
+                f"{engine}: {size} {parts} are not divisible by {tp}",
+                f"set {option} to a divisor of {size}",
+            )
+        yield (
+            model.kv_heads % tp and tp % model.kv_heads,
+            f"{engine}: neither of {model.kv_heads} key heads and tp={tp} divides the other",
+            f"change {option}",
+        )
     engine, wrong, stages, option = layers
-    if wrong:
-        yield f"{engine}: {model.layers} layers cannot be split into {stages} pipeline stages", f"lower {option}"
+    yield wrong, f"{engine}: {model.layers} layers cannot be split into {stages} pipeline stages", f"lower {option}"
 
 
-def _gpu_counts(plan: Plan) -> Iterator[tuple[str, str]]:
+def _gpu_counts(plan: Plan) -> Iterator[_Row]:
     mesh = "tensor x pipeline x context parallel" if plan.strategy == "megatron" else "Ulysses sequence parallel"
-    if plan.train_gpus < 1 or plan.train_gpus % plan.model_parallel:
-        detail = f"{plan.train_gpus} training GPUs are not a multiple of {mesh} = {plan.model_parallel}"
-        yield detail, "change trainer.nnodes, trainer.n_gpus_per_node or the parallel sizes"
+    yield (
+        plan.train_gpus < 1 or plan.train_gpus % plan.model_parallel,
+        f"{plan.train_gpus} training GPUs are not a multiple of {mesh} = {plan.model_parallel}",
+        "change trainer.nnodes, trainer.n_gpus_per_node or the parallel sizes",
+    )
     shards = plan.training.shards if plan.training and plan.training.engine == "fsdp" else 1
-    if plan.train_gpus % shards:
-        detail = f"{plan.train_gpus} training GPUs are not a multiple of fsdp_size = {shards}"
-        yield detail, f"set {_A}.fsdp_config.fsdp_size to a divisor, or to -1 for all"
-    pools = {"rollout": plan.train_gpus} if plan.colocated else {}
-    if plan.standalone:
-        pools["standalone rollout"] = plan.rollout_gpus
-        if plan.rollout_gpus < 1:
-            detail = "trainer.v1.trainer_mode=separate_async with 0 separate rollout GPUs"
-            yield detail, f"set {_R}.nnodes and {_R}.n_gpus_per_node"
-    for pool, held in pools.items():
-        if held % plan.replica_gpus:
-            detail = f"{held} {pool} GPUs are not a multiple of the {plan.replica_gpus} GPUs of a replica"
-            yield f"{detail}; verl would leave some idle", f"change the count or {_R}.tensor_model_parallel_size"
+    yield (
+        plan.train_gpus % shards,
+        f"{plan.train_gpus} training GPUs are not a multiple of fsdp_size = {shards}",
+        f"set {_A}.fsdp_config.fsdp_size to a divisor, or to -1 for all",
+    )
+    yield (
+        plan.standalone and plan.rollout_gpus < 1,
+        "trainer.v1.trainer_mode=separate_async with 0 separate rollout GPUs",
+        f"set {_R}.nnodes and {_R}.n_gpus_per_node",
+    )
+    for pool, used, held in (
+        ("rollout", plan.colocated, plan.train_gpus),
+        ("standalone rollout", plan.standalone, plan.rollout_gpus),
+    ):
+        yield (
+            used and held % plan.replica_gpus,
+            f"{held} {pool} GPUs are not a multiple of the {plan.replica_gpus} GPUs of a replica; verl would leave "
+            "some idle",
+            f"change the count or {_R}.tensor_model_parallel_size",
+        )
 
 
 def batches(config: Any, plan: Plan) -> Iterator[Check]:
@@ -168,30 +192,49 @@ def batches(config: Any, plan: Plan) -> Iterator[Check]:
     actor, n = config.actor_rollout_ref.actor, int(config.actor_rollout_ref.rollout.n)
     batch, mini, dp = int(config.data.train_batch_size), int(actor.ppo_mini_batch_size), plan.data_parallel
     estimator = str(config.algorithm.adv_estimator)
-    if n == 1 and estimator in values.GROUP_ESTIMATORS:
-        detail = f"{_R}.n=1 with algorithm.adv_estimator={estimator}, which compares the samples of a prompt"
-        yield Check("batches", WARN, detail, f"set {_R}.n=8, for example, or another algorithm.adv_estimator")
-    problems = []
     mode, nodes = config.trainer.v1.trainer_mode, config.actor_rollout_ref.rollout.nnodes
-    if mode != "separate_async" and int(nodes):
-        detail = f"{_R}.nnodes={nodes} with trainer_mode={mode}, which generates on the training GPUs only"
-        remedy = "set trainer.v1.trainer_mode=separate_async to use those nodes, or drop it"
-        yield Check("batches", WARN, detail, remedy)
-    if mode != "separate_async" and not plan.colocated:
-        remedy = "set trainer.v1.trainer_mode=separate_async, or hybrid_engine=true"
-        problems.append((f"actor_rollout_ref.hybrid_engine=false with trainer_mode={mode}", remedy))
-    if batch % mini:
-        detail = f"data.train_batch_size={batch} is not a multiple of ppo_mini_batch_size={mini}"
-        problems.append((detail, "change one of them"))
-    elif mini * n % dp:
-        detail = f"a mini-batch of {mini} x {n} responses is not divisible by {dp} data-parallel ranks"
-        problems.append((detail, f"change {_A}.ppo_mini_batch_size or {_R}.n"))
-    for key, tokens, split in _budgets(config, plan):
-        if tokens * split < sequence_tokens(config):
-            detail = f"{key}={tokens} is below the longest prompt and response"
-            problems.append((detail, f"raise it to {-(-sequence_tokens(config) // split)} or more"))
+    yield from problems(
+        "batches",
+        (
+            n == 1 and estimator in values.GROUP_ESTIMATORS,
+            f"{_R}.n=1 with algorithm.adv_estimator={estimator}, which compares the samples of a prompt",
+            f"set {_R}.n=8, for example, or another algorithm.adv_estimator",
+        ),
+        (
+            mode != "separate_async" and int(nodes),
+            f"{_R}.nnodes={nodes} with trainer_mode={mode}, which generates on the training GPUs only",
+            "set trainer.v1.trainer_mode=separate_async to use those nodes, or drop it",
+        ),
+        status=WARN,
+    )
+    wrong = problems(
+        "batches",
+        (
+            mode != "separate_async" and not plan.colocated,
+            f"actor_rollout_ref.hybrid_engine=false with trainer_mode={mode}",
+            "set trainer.v1.trainer_mode=separate_async, or hybrid_engine=true",
+        ),
+        (
+            batch % mini,
+            f"data.train_batch_size={batch} is not a multiple of ppo_mini_batch_size={mini}",
+            "change one of them",
+        ),
+        (
+            not batch % mini and mini * n % dp,
+            f"a mini-batch of {mini} x {n} responses is not divisible by {dp} data-parallel ranks",
+            f"change {_A}.ppo_mini_batch_size or {_R}.n",
+        ),
+        *(
+            (
+                tokens * split < sequence_tokens(config),
+                f"{key}={tokens} is below the longest prompt and response",
+                f"raise it to {-(-sequence_tokens(config) // split)} or more",
+            )
+            for key, tokens, split in _budgets(config, plan)
+        ),
+    )
     passed = f"{batch} prompts x {n} in {batch // mini} optimizer steps, each of {mini * n // dp} responses per rank"
-    yield from _report("batches", problems, passed)
+    yield from wrong or [Check("batches", OK, passed)]
 
 
 def _budgets(config: Any, plan: Plan) -> Iterator[tuple[str, int, int]]:
@@ -220,15 +263,25 @@ def _split(plan: Plan) -> int:
 
 
 def rollout(config: Any, plan: Plan) -> Iterator[Check]:
-    problems, serving, longest = [], plan.rollout, sequence_tokens(config)
+    serving, longest = plan.rollout, sequence_tokens(config)
     budget, requests = serving.max_num_batched_tokens, serving.max_num_seqs
-    if serving.max_model_len < longest:
-        detail = f"max_model_len={serving.max_model_len} is below prompt + response = {longest}"
-        problems.append((detail, f"raise {_R}.max_model_len, or lower data.max_response_length"))
-    if serving.draft_bytes and budget < 2 * requests:
-        detail = f"max_num_batched_tokens={budget} leaves no room for draft tokens with max_num_seqs={requests}"
-        yield Check("rollout", WARN, detail, f"raise {_R}.max_num_batched_tokens above {2 * requests}")
-    yield from _report("rollout", problems, f"{serving.max_model_len} tokens per request, {budget} per step")
+    yield from problems(
+        "rollout",
+        (
+            serving.draft_bytes and budget < 2 * requests,
+            f"max_num_batched_tokens={budget} leaves no room for draft tokens with max_num_seqs={requests}",
+            f"raise {_R}.max_num_batched_tokens above {2 * requests}",
+        ),
+        status=WARN,
+    )
+    yield verdict(
+        "rollout",
+        serving.max_model_len >= longest,
+        f"{serving.max_model_len} tokens per request, {budget} per step"
+        if serving.max_model_len >= longest
+        else f"max_model_len={serving.max_model_len} is below prompt + response = {longest}",
+        f"raise {_R}.max_model_len, or lower data.max_response_length",
+    )
 
 
 def drafts(config: Any, plan: Plan, fields: Mapping[str, Any], serving: Serving | None) -> Iterator[Check]:
@@ -239,30 +292,40 @@ def drafts(config: Any, plan: Plan, fields: Mapping[str, Any], serving: Serving 
     if plan.rhyme is None or not plan.rhyme.drafting.enable or recurrent.undrafted(fields):
         return
     rollout, wanted, hybrid = plan.rollout, plan.rhyme.drafting.max_tokens, bool(recurrent.recurrent(fields))
-    off = f"{CONFIG_PATH}.drafting.enable=false"
-    if hybrid and config.actor_rollout_ref.rollout.enable_prefix_caching:
-        yield Check("drafts", WARN, recurrent.UNCACHED, f"none needed for single turns; {off} keeps prefix caching")
-    if rollout.draft_tokens < (min(wanted, recurrent.MAX_TOKENS) if hybrid else wanted):
-        detail = (
+    off, room = f"{CONFIG_PATH}.drafting.enable=false", f"raise {_R}.gpu_memory_utilization"
+    yield from problems(
+        "drafts",
+        (
+            hybrid and config.actor_rollout_ref.rollout.enable_prefix_caching,
+            recurrent.UNCACHED,
+            f"none needed for single turns; {off} keeps prefix caching",
+        ),
+        (
+            rollout.draft_tokens < (min(wanted, recurrent.MAX_TOKENS) if hybrid else wanted),
             f"at most {rollout.draft_tokens} tokens, not drafting.max_tokens={wanted}: with LoRA adapters, vLLM "
-            "requires max_num_seqs * (draft tokens + 1) <= max_num_batched_tokens"
-        )
-        step = f"raise {_R}.max_num_batched_tokens to {rollout.max_num_seqs * (wanted + 1)}"
-        yield Check("drafts", WARN, detail, f"none needed; for longer drafts {step}, or set {MERGE}=true")
+            "requires max_num_seqs * (draft tokens + 1) <= max_num_batched_tokens",
+            f"none needed; for longer drafts raise {_R}.max_num_batched_tokens to "
+            f"{rollout.max_num_seqs * (wanted + 1)}, or set {MERGE}=true",
+        ),
+        status=WARN,
+    )
     if serving is None or not hybrid:
         return
     without = min(rollout.requests, int(serving.undrafted))
-    if serving.sequences < without:
-        detail = (
+    fewer = serving.sequences < without
+    yield from problems(
+        "drafts",
+        (
+            fewer,
             f"an engine holds {int(serving.sequences)} requests of {rollout.longest} tokens at once, since even drafts "
-            f"of one token need states; without drafts, {without}"
-        )
-        room = f"raise {_R}.gpu_memory_utilization"
-        yield Check("drafts", WARN, detail, f"{room}, or, if most responses are long, set {off}")
-    elif serving.draft_tokens < rollout.draft_tokens:
-        detail = (
+            f"of one token need states; without drafts, {without}",
+            f"{room}, or, if most responses are long, set {off}",
+        ),
+        (
+            not fewer and serving.draft_tokens < rollout.draft_tokens,
             f"at most {serving.draft_tokens} tokens, not {rollout.draft_tokens}, so that their states leave room for "
-            f"{without} requests of {rollout.longest} tokens at once in an engine"
-        )
-        remedy = f"none needed; for longer drafts raise {_R}.gpu_memory_utilization, or lower {_R}.max_num_seqs"
-        yield Check("drafts", WARN, detail, remedy)
+            f"{without} requests of {rollout.longest} tokens at once in an engine",
+            f"none needed; for longer drafts {room}, or lower {_R}.max_num_seqs",
+        ),
+        status=WARN,
+    )

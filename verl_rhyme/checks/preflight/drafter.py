@@ -27,21 +27,20 @@ def check(plan: Plan, policy: Mapping[str, Any], model: Architecture | None) -> 
         return [not_cached("drafter", found.model, "; it is not checked, nor is its memory counted, before that")], None
     wanted = plan.rhyme.drafting.max_tokens if plan.rhyme and plan.rhyme.drafting.enable else 0
     tokens, rollout = found.draft_tokens(wanted), plan.rollout
-    detail = f"{found.model}: {found.method}"
-    if tokens < wanted:
-        detail += f"; {tokens} draft tokens instead of {wanted}, a multiple of its {found.layers} layers"
-    checks = [Check("drafter", OK, detail)]
-    known, longest = found.positions, rollout.longest + tokens
-    if known is not None and known < min(longest, rollout.max_model_len):
-        detail = (
-            f"{found.model} knows {known} positions: while any sequence of an engine is longer than {known - tokens} "
-            f"tokens, it drafts for none, and sequences of this run reach {rollout.longest}"
+    fewer = f"; {tokens} draft tokens instead of {wanted}, a multiple of its {found.layers} layers"
+    checks = [Check("drafter", OK, f"{found.model}: {found.method}{fewer if tokens < wanted else ''}")]
+    known = found.positions
+    if known is not None and known < min(rollout.longest + tokens, rollout.max_model_len):
+        checks.append(
+            Check(
+                "drafter",
+                WARN,
+                f"{found.model} knows {known} positions: while any sequence of an engine is longer than "
+                f"{known - tokens} tokens, it drafts for none, and sequences of this run reach {rollout.longest}",
+                "raise max_position_embeddings in its config.json if it was trained on such lengths, or drop "
+                f"{CONFIG_PATH}.drafting.model",
+            )
         )
-        remedy = (
-            "raise max_position_embeddings in its config.json if it was trained on such lengths, or drop "
-            f"{CONFIG_PATH}.drafting.model"
-        )
-        checks.append(Check("drafter", WARN, detail, remedy))
     try:
         sizes = _sizes(found, model, rollout.tp, rollout.pp)
     except UnknownArchitecture as error:

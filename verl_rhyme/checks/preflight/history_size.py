@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet as pq
 from omegaconf import OmegaConf
 
-from verl_rhyme.checks.doctor import OK, WARN, Check, verdict
+from verl_rhyme.checks.doctor import OK, WARN, Check, problems, verdict
 from verl_rhyme.checks.preflight import machine_checks
 from verl_rhyme.checks.preflight.estimate import gib
 from verl_rhyme.checks.preflight.machine import OBJECT_STORE, can_write, object_store
@@ -55,13 +55,10 @@ def check(config: Any, plan: Plan) -> tuple[list[Check], int]:
         f"{folder}: {gib(free)} free, history.max_bytes {gib(bound)}{automatic}, {gib(int(PEAK * bound))} while it is "
         "rewritten"
     )
-    checks = []
-    if free < PEAK * bound:
-        remedy = "free disk space, set history.dir to a folder on another disk, or lower history.max_bytes"
-        checks.append(Check(name, WARN, where, remedy))
-        bound = int(free / PEAK)
-    counted = _count_prompts(config)
-    if counted is None:
+    remedy = "free disk space, set history.dir to a folder on another disk, or lower history.max_bytes"
+    checks = problems(name, (free < PEAK * bound, where, remedy), status=WARN)
+    bound = min(bound, int(free / PEAK))
+    if (counted := _count_prompts(config)) is None:
         return [*checks, Check(name, OK, f"{where}; the number of prompts is unknown on this machine")], 0
     rows, prompts = counted
     visits = math.ceil(rows / prompts * int(config.trainer.total_epochs))  # per prompt in the run
@@ -76,9 +73,9 @@ def check(config: Any, plan: Plan) -> tuple[list[Check], int]:
         f"{gib(low * epochs)} to {gib(high * epochs)} on the trainer's node, up to {gib(min(high * epochs, room))} of "
         f"it in each checkpoint; kept: {kept} of {epochs} visits. {where}"
     )
-    one, all_visits = (gib(size / HISTORY_FILL) for size in (high, high * epochs))
     remedy = (
-        f"set history.max_bytes to {one} for one visit of all prompts, to {all_visits} for all visits, or accept it"
+        f"set history.max_bytes to {gib(high / HISTORY_FILL)} for one visit of all prompts, to "
+        f"{gib(high * epochs / HISTORY_FILL)} for all visits, or accept it"
     )
     return [*checks, verdict(name, room >= high, detail, remedy, WARN)], min(high * epochs, room)
 

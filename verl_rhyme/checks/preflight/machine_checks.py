@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_rhyme.checks import engine_packages
-from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, verdict
+from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, problems, verdict
 from verl_rhyme.checks.preflight.estimate import Estimate, count, gib
 from verl_rhyme.checks.preflight.machine import (
     ADDRESS,
@@ -45,8 +45,11 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
     name, key, path = "model", "actor_rollout_ref.model.path", str(config.actor_rollout_ref.model.path)
     if path.startswith("~") or path.endswith("/"):
         plain = Path(path).expanduser() if path.startswith(("~", "/")) else path.rstrip("/")
-        detail = f"{key}={path}: verl accepts no ~ and no / at the end"
-        return [Check(name, FAIL, detail, f"set {key}={plain}")], {}, None
+        return (
+            [Check(name, FAIL, f"{key}={path}: verl accepts no ~ and no / at the end", f"set {key}={plain}")],
+            {},
+            None,
+        )
     if "://" in path:
         return [Check(name, WARN, f"{path}: remote, not checked", "none needed if verl can read it")], {}, None
     file = architecture.find(path)
@@ -85,10 +88,14 @@ def _incomplete(config: Any, folder: Path) -> Iterator[Check]:
     tokenizer = Path(str(separate)).expanduser() if separate else folder
     own = (*tokenizer.glob("*.tiktoken"), *tokenizer.glob("tokenization_*.py"))
     has_one = bool(own) or any((tokenizer / name).is_file() for name in TOKENIZERS)
-    if tokenizer.is_dir() and not has_one:  # not a folder: a hub id
-        detail = f"{tokenizer}: no tokenizer ({', '.join(TOKENIZERS)})"
-        remedy = "copy the tokenizer files into that folder, or set actor_rollout_ref.model.tokenizer_path"
-        yield Check("model", FAIL, detail, remedy)
+    yield from problems(
+        "model",
+        (
+            tokenizer.is_dir() and not has_one,  # not a folder: a hub id
+            f"{tokenizer}: no tokenizer ({', '.join(TOKENIZERS)})",
+            "copy the tokenizer files into that folder, or set actor_rollout_ref.model.tokenizer_path",
+        ),
+    )
     if OmegaConf.select(config, "actor_rollout_ref.actor.megatron.use_dist_checkpointing"):
         return  # Megatron loads the weights from dist_checkpointing_path
     indices = [*folder.glob("*.safetensors.index.json")] or [*folder.glob("*.bin.index.json")]
@@ -100,33 +107,30 @@ def _incomplete(config: Any, folder: Path) -> Iterator[Check]:
         yield Check("model", FAIL, detail, "download the model again, or correct the path")
 
 
-def engine(config: Any, plan: Plan, imports: bool) -> Iterator[Check]:
+def engine(config: Any, plan: Plan, imports: bool) -> list[Check]:
     """Check the packages of the training engine; ``imports`` (15 s) finds broken ones as well."""
-    packages = _engine_packages(config, plan)
-    if not packages:
-        return
+    if not (packages := _engine_packages(config, plan)):
+        return []
     missing = engine_packages.missing(packages) if imports else engine_packages.absent(packages)
-    for package, detail in missing.items():
-        yield Check("training engine", FAIL, detail, package.remedy)
-    if not missing:
-        yield Check("training engine", OK, f"{plan.strategy}: {', '.join(package.module for package in packages)}")
+    passed = Check("training engine", OK, f"{plan.strategy}: {', '.join(package.module for package in packages)}")
+    wrong = [Check("training engine", FAIL, detail, package.remedy) for package, detail in missing.items()]
+    return wrong or [passed]
 
 
 def _engine_packages(config: Any, plan: Plan) -> list[engine_packages.Package]:
     ref, cpu = config.actor_rollout_ref, plan.device == "cpu"
-    if plan.strategy == "megatron":
-        megatron = ref.actor.megatron
-        if cpu:  # testing/megatron_cpu.py
-            return [engine_packages.MEGATRON, engine_packages.MBRIDGE]
-        bridge = engine_packages.MBRIDGE if megatron.get("vanilla_mbridge") else engine_packages.MEGATRON_BRIDGE
-        packages = [engine_packages.MEGATRON, bridge, engine_packages.TRANSFORMER_ENGINE]
-        if (megatron.get("override_transformer_config") or {}).get("attention_backend") == "flash":
-            packages.append(engine_packages.MEGATRON_ATTENTION)
-        return packages
-    attention = (ref.model.get("override_config") or {}).get("attn_implementation", "flash_attention_2")
-    if plan.strategy in ("fsdp", "fsdp2") and attention == "flash_attention_2" and not cpu:
-        return [engine_packages.FSDP_ATTENTION]
-    return []
+    if plan.strategy in ("fsdp", "fsdp2"):
+        attention = (ref.model.get("override_config") or {}).get("attn_implementation", "flash_attention_2")
+        return [engine_packages.FSDP_ATTENTION] if attention == "flash_attention_2" and not cpu else []
+    if plan.strategy != "megatron":
+        return []
+    megatron = ref.actor.megatron
+    if cpu:  # testing/megatron_cpu.py
+        return [engine_packages.MEGATRON, engine_packages.MBRIDGE]
+    bridge = engine_packages.MBRIDGE if megatron.get("vanilla_mbridge") else engine_packages.MEGATRON_BRIDGE
+    flash = (megatron.get("override_transformer_config") or {}).get("attention_backend") == "flash"
+    attention = [engine_packages.MEGATRON_ATTENTION] * flash
+    return [engine_packages.MEGATRON, bridge, engine_packages.TRANSFORMER_ENGINE, *attention]
 
 
 def gpus(plan: Plan, machine: Machine, address: str | None) -> Iterator[Check]:
@@ -134,17 +138,31 @@ def gpus(plan: Plan, machine: Machine, address: str | None) -> Iterator[Check]:
     if plan.device == "cpu":
         yield Check("GPUs", OK, f"trainer.device=cpu: {plan.gpus_per_node} logical")
         return
-    if plan.train_gpus > plan.gpus_per_node and not in_cluster(address):
-        detail = f"trainer.nnodes={plan.train_gpus // plan.gpus_per_node}, but no Ray cluster is found here"
-        remedy = "connect the nodes first: ray start --head, and ray start --address=HEAD:6379"
-        yield Check("GPUs", WARN, detail, remedy)
-    detail = f"{machine.gpus} visible on this machine, trainer.n_gpus_per_node={plan.gpus_per_node}"
-    remedy = "lower it, or start on a node with that many GPUs (recipes/run_tiny_cpu.sh trains without one)"
-    otherwise = FAIL if machine.gpus else WARN  # GPUs of other makers are not counted
-    yield verdict("GPUs", machine.gpus >= plan.gpus_per_node, detail, remedy, otherwise)
-    if machine.gpu_source == "assumed":
-        detail = f"no GPU found: {gib(machine.gpu_bytes)} per GPU is assumed"
-        yield Check("GPU memory", WARN, detail, "set GPU_MEMORY_GB to the memory of the run's GPUs, in GiB")
+    yield from problems(
+        "GPUs",
+        (
+            plan.train_gpus > plan.gpus_per_node and not in_cluster(address),
+            f"trainer.nnodes={plan.train_gpus // plan.gpus_per_node}, but no Ray cluster is found here",
+            "connect the nodes first: ray start --head, and ray start --address=HEAD:6379",
+        ),
+        status=WARN,
+    )
+    yield verdict(
+        "GPUs",
+        machine.gpus >= plan.gpus_per_node,
+        f"{machine.gpus} visible on this machine, trainer.n_gpus_per_node={plan.gpus_per_node}",
+        "lower it, or start on a node with that many GPUs (recipes/run_tiny_cpu.sh trains without one)",
+        otherwise=FAIL if machine.gpus else WARN,  # GPUs of other makers are not counted
+    )
+    yield from problems(
+        "GPU memory",
+        (
+            machine.gpu_source == "assumed",
+            f"no GPU found: {gib(machine.gpu_bytes)} per GPU is assumed",
+            "set GPU_MEMORY_GB to the memory of the run's GPUs, in GiB",
+        ),
+        status=WARN,
+    )
 
 
 def gpu_memory(found: Estimate, plan: Plan) -> Iterator[Check]:
@@ -153,12 +171,14 @@ def gpu_memory(found: Estimate, plan: Plan) -> Iterator[Check]:
     """
     phase, peak = found.peak
     share = peak / found.gpu_bytes
-    detail = f"{phase}: {gib(peak)} of {gib(found.gpu_bytes)} ({share:.0%}), estimated"
     if plan.device != "cpu":
+        detail = f"{phase}: {gib(peak)} of {gib(found.gpu_bytes)} ({share:.0%}), estimated"
         yield verdict("GPU memory", share <= TIGHT, detail, _lighter(phase, plan), WARN)
     serving = found.serving
-    requests = f"{serving.sequences:.1f} requests of {plan.rollout.longest} tokens at once"
-    detail = f"{serving.tokens} tokens per replica, {requests}"
+    detail = (
+        f"{serving.tokens} tokens per replica, {serving.sequences:.1f} requests of {plan.rollout.longest} tokens "
+        "at once"
+    )
     if serving.state_bytes:
         detail += (
             f"; the states of a request take {gib(serving.state_bytes)} with {serving.draft_tokens} draft tokens: "
@@ -191,42 +211,53 @@ def host_memory(found: Estimate, config: Any, machine: Machine) -> Check:
     """Check offloaded states, loading, texts for drafts, sleeping engines and Ray's object store against the host."""
     ray = object_store(OmegaConf.select(config, OBJECT_STORE), machine.host_bytes)
     needed = sum(found.host.values()) + ray
-    detail = (
-        f"{gib(needed)} needed, {gib(machine.host_free)} free: offloaded states, model loading, texts for drafts "
-        f"({gib(found.host['texts for drafts'])}), weights of sleeping engines ({gib(found.host['sleeping engines'])}) "
-        f"and Ray's object store ({gib(ray)})"
-    )
     remedy = (
         "offload less, lower +ray_kwargs.ray_init.object_store_memory or drafting.history_memory, or use a larger node"
     )
     if found.host["sleeping engines"]:
         remedy += "; engines with a drafter of the model (drafting.model, mtp.enable_rollout) or LoRA adapters "
         remedy += "(unless actor_rollout_ref.model.lora.merge=true) keep their weights on the host while they sleep"
-    return verdict("host memory", needed <= machine.host_free, detail, remedy, WARN)
+    return verdict(
+        "host memory",
+        needed <= machine.host_free,
+        f"{gib(needed)} needed, {gib(machine.host_free)} free: offloaded states, model loading, texts for drafts "
+        f"({gib(found.host['texts for drafts'])}), weights of sleeping engines ({gib(found.host['sleeping engines'])}) "
+        f"and Ray's object store ({gib(ray)})",
+        remedy,
+        WARN,
+    )
 
 
 def disk(config: Any, found: Estimate | None, history: int) -> Iterator[Check]:
     """Check the disk space for checkpoints, each with a copy of at most ``history`` bytes of the history."""
     trainer, path = config.trainer, Path(str(config.trainer.default_local_dir)).expanduser()
     if not can_write(path):
-        detail = f"trainer.default_local_dir={path} cannot be written"
-        yield Check("checkpoints", FAIL, detail, "set it to a folder that you can write")
+        remedy = "set it to a folder that you can write"
+        yield Check("checkpoints", FAIL, f"trainer.default_local_dir={path} cannot be written", remedy)
         return
-    if not path.is_absolute() and in_cluster(OmegaConf.select(config, ADDRESS)):
-        detail = f"trainer.default_local_dir={path} is relative: each node takes it from the folder of its `ray start`"
-        yield Check("checkpoints", WARN, detail, "set an absolute path that all nodes share")
+    yield from problems(
+        "checkpoints",
+        (
+            not path.is_absolute() and in_cluster(OmegaConf.select(config, ADDRESS)),
+            f"trainer.default_local_dir={path} is relative: each node takes it from the folder of its `ray start`",
+            "set an absolute path that all nodes share",
+        ),
+        status=WARN,
+    )
     if int(trainer.save_freq) <= 0 or found is None:
         return
     folder, free = free_disk(path)
     keep = max(0, int(trainer.get("max_actor_ckpt_to_keep") or 0))
     many = (keep or 1) + 1  # verl writes the new one before it deletes the oldest
     needed = many * (found.checkpoint + history)
-    detail = (
+    yield verdict(
+        "checkpoints",
+        bool(keep and free >= needed),
         f"{folder}: {gib(free)} free, {gib(needed)} for {many} checkpoints of {gib(found.checkpoint)} and up to "
-        f"{gib(history)} of history" + ("" if keep else "; verl keeps all checkpoints")
+        f"{gib(history)} of history" + ("" if keep else "; verl keeps all checkpoints"),
+        "free disk space, set trainer.max_actor_ckpt_to_keep, or set trainer.default_local_dir to another disk",
+        WARN,
     )
-    remedy = "free disk space, set trainer.max_actor_ckpt_to_keep, or set trainer.default_local_dir to another disk"
-    yield verdict("checkpoints", bool(keep and free >= needed), detail, remedy, WARN)
 
 
 def ranker(plan: Plan) -> Iterator[Check]:
@@ -245,14 +276,16 @@ def weights(config: Any, plan: Plan, found: Estimate | None) -> Iterator[Check]:
     setting = OmegaConf.select(engine, f"engine_kwargs.{RELAY}.folder")
     folder, free = free_disk(Path(str(setting)) if setting else SHARED_MEMORY)
     one = plan.sent_bytes * found.parameters if found else 0
-    detail = (
-        f"{folder}: {gib(free)} free, shared with Ray's object store if that is in /dev/shm; the relay needs "
-        f"{gib(2 * one)} for two versions of the weights, {gib(3 * one)} on the actor's node"
-    )
-    option = f"{_R}.checkpoint_engine.engine_kwargs.{RELAY}.folder"
-    remedy = f"start the container with a larger --shm-size, or set a writable folder with more room: {option}"
     writable = os.access(folder, os.W_OK)
-    yield verdict("weights", writable and free > 3 * one, detail, remedy, otherwise=WARN if writable else FAIL)
+    yield verdict(
+        "weights",
+        writable and free > 3 * one,
+        f"{folder}: {gib(free)} free, shared with Ray's object store if that is in /dev/shm; the relay needs "
+        f"{gib(2 * one)} for two versions of the weights, {gib(3 * one)} on the actor's node",
+        "start the container with a larger --shm-size, or set a writable folder with more room: "
+        f"{_R}.checkpoint_engine.engine_kwargs.{RELAY}.folder",
+        otherwise=WARN if writable else FAIL,
+    )
 
 
 def history_dir(plan: Plan) -> Path:

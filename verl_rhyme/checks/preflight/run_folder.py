@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_rhyme.checks import run_lock
-from verl_rhyme.checks.doctor import WARN, Check, verdict
+from verl_rhyme.checks.doctor import WARN, Check, problems, verdict
 from verl_rhyme.checks.preflight.plan import data_files
 from verl_rhyme.config import TOPOLOGIES, ConfigError, RhymeConfig, config_tree
 from verl_rhyme.config.run_name import run_name
@@ -39,15 +39,19 @@ def describe(config: Any, notes: Mapping[str, str] | None = None) -> dict[str, s
     """
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
     rhyme = config_tree.from_verl(config)
-    run = {"run": run_name(rhyme, switches=False), "mode": _mode(rhyme, config)}
-    run["engine"] = str(actor.strategy)
-    if run["engine"].startswith("fsdp"):  # FSDP's checkpoints have one file per rank
-        run["training GPUs"] = str(int(trainer.nnodes) * int(trainer.n_gpus_per_node))
-    path = str(config.actor_rollout_ref.model.path)
-    run["model"] = "/".join(Path(path).parts[-2:])  # the model's folder may be moved between starts
-    run["seed"] = str(config.data.get("seed"))
-    run["data"] = ", ".join(Path(file).name for file in data_files(config, "train_files"))
-    return run | dict(notes or {})
+    engine, gpus = str(actor.strategy), int(trainer.nnodes) * int(trainer.n_gpus_per_node)
+    return {
+        "run": run_name(rhyme, switches=False),
+        "mode": _mode(rhyme, config),
+        "engine": engine,
+        # FSDP's checkpoints have one file per rank
+        **({"training GPUs": str(gpus)} if engine.startswith("fsdp") else {}),
+        # the model's folder may be moved between starts
+        "model": "/".join(Path(str(config.actor_rollout_ref.model.path)).parts[-2:]),
+        "seed": str(config.data.get("seed")),
+        "data": ", ".join(Path(file).name for file in data_files(config, "train_files")),
+        **(notes or {}),
+    }
 
 
 def name(config: Any, notes: Mapping[str, str] | None = None) -> str:
@@ -95,19 +99,28 @@ def resume(config: Any) -> Iterator[Check]:
     if trainer.resume_mode == "disable" or trainer.save_freq <= 0:
         return
     parts = list(actor.checkpoint.load_contents)
-    if not {"optimizer", "extra"} <= {*parts}:
-        detail = f"actor.checkpoint.load_contents={parts}: a resumed run begins anew with what is left out"
-        remedy = "add optimizer (its state) and extra (random states and, with FSDP, the learning rate)"
-        yield Check("resume", WARN, detail, remedy)
     varies = actor.optim.get("lr_decay_style", "constant") != "constant" or any(
         (actor.optim.get(name) or 0) > 0 for name in ("lr_warmup_steps", "lr_warmup_steps_ratio")
     )
-    if str(actor.strategy) == "megatron" and varies and not actor.optim.use_checkpoint_opt_param_scheduler:
-        detail = "Megatron: a resumed run begins the learning rate's schedule anew"
-        yield Check("resume", WARN, detail, "set actor.optim.use_checkpoint_opt_param_scheduler=true")
-    if trainer.max_actor_ckpt_to_keep == 1:
-        detail = "trainer.max_actor_ckpt_to_keep=1: a kill while verl saves leaves no checkpoint to resume from"
-        yield Check("resume", WARN, detail, "keep 2")
+    yield from problems(
+        "resume",
+        (
+            not {"optimizer", "extra"} <= {*parts},
+            f"actor.checkpoint.load_contents={parts}: a resumed run begins anew with what is left out",
+            "add optimizer (its state) and extra (random states and, with FSDP, the learning rate)",
+        ),
+        (
+            str(actor.strategy) == "megatron" and varies and not actor.optim.use_checkpoint_opt_param_scheduler,
+            "Megatron: a resumed run begins the learning rate's schedule anew",
+            "set actor.optim.use_checkpoint_opt_param_scheduler=true",
+        ),
+        (
+            trainer.max_actor_ckpt_to_keep == 1,
+            "trainer.max_actor_ckpt_to_keep=1: a kill while verl saves leaves no checkpoint to resume from",
+            "keep 2",
+        ),
+        status=WARN,
+    )
 
 
 def claim(config: Any, notes: Mapping[str, str] | None = None) -> None:
@@ -126,8 +139,9 @@ def claim(config: Any, notes: Mapping[str, str] | None = None) -> None:
             new.replace(marker)
         os.close(lock)  # the run script locks it next
     except OSError as error:
-        remedy = "free space, or choose another RUN_DIR"
-        raise ConfigError(f"cannot write to {marker.parent} ({error.strerror}): {remedy}") from error
+        raise ConfigError(
+            f"cannot write to {marker.parent} ({error.strerror}): free space, or choose another RUN_DIR"
+        ) from error
 
 
 def latest_step(checkpoints: Path) -> int | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme.checks.doctor import FAIL, WARN, Check
+from verl_rhyme.checks.doctor import FAIL, WARN, Check, problems
 from verl_rhyme.checks.preflight import compose, user_code
 from verl_rhyme.config import CONFIG_PATH, RhymeConfig, config_tree, options
 from verl_rhyme.config.presets import leaves
@@ -40,20 +40,28 @@ def check(config: Any, rhyme: RhymeConfig | None) -> Iterator[Check]:
     theirs = compose.defaults(str(OmegaConf.select(config, "actor_rollout_ref.actor.strategy")))
     own_code, unread = user_code.reads_config(config), []
     for place, name, value in _unknown(mine, theirs, ""):
-        key = f"{place}{name}"
         further = [path for path, _ in leaves(value)] if isinstance(value, Mapping) and value else [""]
         for given in (f"{name}.{path}".rstrip(".") for path in further):
             near = _nearest(place, given, theirs)
             if near is None:
-                unread += [key] if place else []
+                unread += [f"{place}{name}"] if place else []
             elif OmegaConf.select(config, near) != OmegaConf.select(config, f"{place}{given}"):  # as interpolated
                 mine_alone = own_code or not (place or "." in given)  # a variable of the user's YAML
-                status = WARN if mine_alone and not near.startswith(CONFIG_PATH) else FAIL
-                detail = f"{place}{given} is not read: did you mean {near}?"
-                yield Check("keys", status, detail, "correct the key, or drop it")
-    if unread and not own_code:
-        detail = f"{', '.join(sorted(set(unread)))} are read by neither verl nor rhyme"
-        yield Check("keys", WARN, detail, "drop them, unless code of your own reads them")
+                yield Check(
+                    "keys",
+                    WARN if mine_alone and not near.startswith(CONFIG_PATH) else FAIL,
+                    f"{place}{given} is not read: did you mean {near}?",
+                    "correct the key, or drop it",
+                )
+    yield from problems(
+        "keys",
+        (
+            unread and not own_code,
+            f"{', '.join(sorted(set(unread)))} are read by neither verl nor rhyme",
+            "drop them, unless code of your own reads them",
+        ),
+        status=WARN,
+    )
 
 
 def _unknown(mine: Mapping[str, Any], theirs: Mapping[str, Any], place: str) -> Iterator[tuple[str, str, Any]]:
