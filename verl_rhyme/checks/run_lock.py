@@ -8,16 +8,16 @@ lock ends with the last of these processes, however it ends.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from verl_rhyme.config import ConfigError
+from verl_rhyme.history.ownership import Owner
 
 LOCK_FILE = "run.lock"
 #: Environment variable with the number of the inherited descriptor.
@@ -49,9 +49,7 @@ def take(folder: Path, pid: int) -> int:
             "there meanwhile is not noticed; set another folder, or start only one",
             file=sys.stderr,
         )
-    record = {"pid": pid, "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{json.dumps(record)}\n".encode(), 0)
+    replace(Owner.here(run=time.strftime("since %Y-%m-%d %H:%M:%S %z")), pid=pid).sign(descriptor)
     return descriptor
 
 
@@ -92,25 +90,16 @@ def _inherited(file: Path) -> int | None:
 
 def owner(folder: Path) -> str:
     """Return the process that locked a folder last, with its host and time, in words."""
-    if (record := _record(folder)) is not None:
-        return f"process {record['pid']} on {record['host']} since {record['started']}"
-    return "another process"
-
-
-def _record(folder: Path) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        record = json.loads((folder / LOCK_FILE).read_text())
-        return {name: record[name] for name in ("pid", "host", "started")}
-    return None
+    last = Owner.of(folder / LOCK_FILE)
+    return f"process {last.pid} on {last.host} {last.run}" if last else "another process"
 
 
 def _in_use(folder: Path) -> str:
-    record = _record(folder)
-    died = ""
-    if record is not None and record["host"] != socket.gethostname():
+    last, died = Owner.of(folder / LOCK_FILE), ""
+    if last is not None and last.host != socket.gethostname():
         died = (
-            f". If {record['host']} died or was cut off, the file server may keep its lock for long: once no process "
-            f"of that run is left, delete {folder / LOCK_FILE}"
+            f". If {last.host} died or was cut off, the file server may keep its lock for long: once no process of "
+            f"that run is left, delete {folder / LOCK_FILE}"
         )
     return (
         f"{folder} is in use by {owner(folder)}: end that run first, or set another folder (RUN_DIR=... of the "
