@@ -480,14 +480,11 @@ def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Check]:
     except ValueError as error:
         yield Check("rhyme", FAIL, f"{CONFIG_PATH}: {error}")
     run = Run(config, rhyme, rules)
-    for row in TABLE:
-        if not row.when(run):
-            continue
-        for option in row.options:
-            if option.refused(run.value(option.key), run):
-                keys = (option.key, *option.named_with, *row.named_with, *_NAMED.get(row.when, ()))
-                settings = " with ".join(_setting(key, run.value(key)) for key in keys)
-                yield Check("rhyme", FAIL, f"{settings}: {row.reason}", option.remedy or row.remedy)
+    for row, option in ((each, option) for each in TABLE if each.when(run) for option in each.options):
+        if option.refused(run.value(option.key), run):
+            keys = (option.key, *option.named_with, *row.named_with, *_NAMED.get(row.when, ()))
+            settings = " with ".join(_setting(key, run.value(key)) for key in keys)
+            yield Check("rhyme", FAIL, f"{settings}: {row.reason}", option.remedy or row.remedy)
 
 
 def group_not_found(name: str) -> Check:

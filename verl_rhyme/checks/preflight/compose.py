@@ -75,16 +75,17 @@ def compose(arguments: Sequence[str]) -> DictConfig:
         HydraConfig.instance().set_config(config)  # ${hydra:...} reads it
         config = hydra.get_sanitized_cfg(config, "job")
         OmegaConf.resolve(config)
-        missing = [key for key in ("actor_rollout_ref", "data", "trainer") if key not in config]
-        if missing:
-            remedy = f"start its defaults with `- {_CONFIG_NAME}`"
-            raise ConfigError(f"--config-name {name}: no {', '.join(missing)} in it; {remedy}")
+        if missing := [key for key in ("actor_rollout_ref", "data", "trainer") if key not in config]:
+            raise ConfigError(
+                f"--config-name {name}: no {', '.join(missing)} in it; start its defaults with `- {_CONFIG_NAME}`"
+            )
         return config
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_one_line(error)) from error
     except UnicodeDecodeError as error:
-        detail = f"--config-name {name}: the file, or a file of its defaults, is not UTF-8 text: {error}"
-        raise ConfigError(detail) from error
+        raise ConfigError(
+            f"--config-name {name}: the file, or a file of its defaults, is not UTF-8 text: {error}"
+        ) from error
     finally:
         state[0].hydra = previous
         HydraConfig.instance().cfg = state[1]
@@ -103,8 +104,8 @@ def defaults(strategy: str) -> dict[str, Any]:
     """Return verl's unresolved default config for an ``actor.strategy``, from the file that verl generates."""
     folder = verl_folder() / "trainer" / _CONFIG_PATH
     own = folder / f"_generated_ppo_{strategy}_trainer.yaml"  # FSDP has no file of its own
-    found = OmegaConf.load(own if own.is_file() else folder / f"_generated_{_CONFIG_NAME}.yaml")
-    return OmegaConf.to_container(found, resolve=False)  # type: ignore[return-value]
+    found = own if own.is_file() else folder / f"_generated_{_CONFIG_NAME}.yaml"
+    return OmegaConf.to_container(OmegaConf.load(found), resolve=False)  # type: ignore[return-value]
 
 
 def message(error: HydraException, name: str, overrides: Sequence[str]) -> str:
@@ -113,8 +114,10 @@ def message(error: HydraException, name: str, overrides: Sequence[str]) -> str:
     if isinstance(error, OverrideParseException):
         return f"{error.override}: {text}; quote a value with special characters: 'KEY=\"VALUE\"'"
     if text.endswith(f"Could not load '{_CONFIG_NAME}'"):  # --config-path replaces verl's config folder
-        search = "hydra: {searchpath: [pkg://verl.trainer.config]}"
-        return f"{text}; add `{search}` to {name}.yaml, or pass its folder as --config-dir"
+        return (
+            f"{text}; add `hydra: {{searchpath: [pkg://verl.trainer.config]}}` to {name}.yaml, or pass its folder as "
+            "--config-dir"
+        )
     for override in overrides:  # hydra proposes to add the group
         name, _, chosen = override.lstrip("+~").partition("=")
         if name != "rhyme" and config_tree.is_near_rhyme(name):

@@ -43,38 +43,33 @@ def estimate(model: Architecture, plan: Plan, gpu_bytes: int, drafter: Drafter |
     training = plan.training
     if training is None:
         return None
-    on_cpu = plan.device == "cpu"
-    context = {} if on_cpu else {"context": CONTEXT}
+    context = {} if plan.device == "cpu" else {"context": CONTEXT}
     serving = memory.serve(model, plan.rollout, gpu_bytes, drafter)
     served = {"vLLM": serving.share, "drafts": plan.rollout.draft_bytes}
     asleep = served if plan.colocated and not plan.sleeps else {}
     reference = memory.states(model, training)["parameters"] if plan.reference and not plan.lora else 0
-    phases = {
+    trained = {
         "update": memory.update(model, training),
         "optimizer step": memory.optimizer_step(model, training),
+        "old log-probs": memory.log_prob(model, training),
     }
-    old = memory.log_prob(model, training)
-    if old is not None:
-        phases["old log-probs"] = old
     on_gpu_reference = reference if training.engine == "megatron" and not training.parameter_offload else 0
     ref = {"reference": on_gpu_reference} if on_gpu_reference else {}
-    phases = {name: Phase({**phase.components, **ref, **asleep, **context}) for name, phase in phases.items()}
+    phases = {name: Phase({**phase.components, **ref, **asleep, **context}) for name, phase in trained.items() if phase}
     if plan.colocated:
-        held = {"actor at rest": memory.resident(model, training), **ref}
-        phases["rollout"] = Phase({**held, **served, **context})
+        phases["rollout"] = Phase({"actor at rest": memory.resident(model, training), **ref, **served, **context})
     if plan.standalone:
         phases["rollout pool"] = Phase({**served, **context})
     node = min(plan.gpus_per_node, plan.train_gpus)
+    gpus = min(plan.gpus_per_node, plan.train_gpus if plan.colocated else plan.rollout_gpus)
     host = {
         "offloaded states": node * memory.offloaded(model, training),
         "reference": node * (reference - on_gpu_reference),
         # the first rank reads the whole model before it is split
         "model while loading": (4 if training.engine != "megatron" else 2) * model.parameters,
+        "texts for drafts": max(1, gpus // plan.replica_gpus) * plan.rollout.text_bytes,
+        "sleeping engines": plan.keeps_weights * gpus * serving.weights,
     }
-    pool = plan.train_gpus if plan.colocated else plan.rollout_gpus
-    gpus = min(plan.gpus_per_node, pool)
-    host["texts for drafts"] = max(1, gpus // plan.replica_gpus) * plan.rollout.text_bytes
-    host["sleeping engines"] = plan.keeps_weights * gpus * serving.weights
     left_out = [name for name, present in (("the critic", plan.critic), ("LoRA's savings", plan.lora > 0)) if present]
     return Estimate(model.parameters, gpu_bytes, phases, serving, host, memory.checkpoint_bytes(model), tuple(left_out))
 
@@ -101,9 +96,7 @@ def lines(found: Estimate, plan: Plan, source: str) -> list[str]:
         "host, each node: " + ", ".join(f"{part} {gib(size)}" for part, size in found.host.items() if size),
         f"checkpoint: {gib(found.checkpoint)}",
     ]
-    if found.left_out:
-        text.append(f"not included: {', '.join(found.left_out)}")
-    return text
+    return text + [f"not included: {', '.join(found.left_out)}"] * bool(found.left_out)
 
 
 def count(parameters: int) -> str:

@@ -51,20 +51,15 @@ def detect_machine() -> Machine:
     else:
         memory, source = ASSUMED_GPU, "assumed"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = len(sizes)
-    if visible is not None:
-        gpus = min(gpus, len([each for each in visible.split(",") if each.strip()]))
-    return Machine(gpus, memory, source, _host_bytes(), available_memory())
+    shown = len(sizes) if visible is None else len([each for each in visible.split(",") if each.strip()])
+    return Machine(min(len(sizes), shown), memory, source, _host_bytes(), available_memory())
 
 
 def in_cluster(address: str | None) -> bool:
     """Whether ``ray.init(address)`` connects to a running cluster, whose nodes may differ from this machine."""
-    return bool(address or os.environ.get("RAY_ADDRESS")) or _cluster_file().exists()
-
-
-def _cluster_file() -> Path:
-    """Return Ray's file of a cluster that ``ray start`` made on this machine (``ray._common.utils``)."""
-    return Path(os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")), "ray", "ray_current_cluster")
+    # Ray's file of a cluster that ``ray start`` made on this machine (``ray._common.utils``)
+    file = Path(os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")), "ray", "ray_current_cluster")
+    return bool(address or os.environ.get("RAY_ADDRESS")) or file.exists()
 
 
 def network_file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str | None:

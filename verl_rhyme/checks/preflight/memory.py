@@ -181,10 +181,7 @@ def update(model: Architecture, training: Training) -> Phase:
         end = 3 * training.compute_bytes * model.embedding
     loss = loss_bytes(model, training, tokens)
     first, last = (training.pp * layers * kept, backward), (layers * kept, max(loss, backward))
-    moments = [last, (0, end)]
-    if training.pp > 1:
-        moments.append(first)
-    activations, transient = max(moments, key=sum)
+    activations, transient = max(last, (0, end), *([first] if training.pp > 1 else []), key=sum)
     return Phase(
         {**held, "gathered": _gathered_root(model, training), "activations": activations, "transient": transient}
     )

@@ -111,7 +111,6 @@ def read(config: Any, fields: Mapping[str, Any] | None = None) -> Plan:
     rhyme, rules = _rhyme(config)
     run = Run(config, rhyme, rules)
     adapters = lora if adapters_in_engines(run) else 0
-    replica = (rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.pipeline_model_parallel_size)
     plan = Plan(
         strategy=strategy,
         device=str(config.trainer.device),
@@ -125,7 +124,9 @@ def read(config: Any, fields: Mapping[str, Any] | None = None) -> Plan:
         sleeps=bool(rollout.free_cache_engine and rollout.get("enable_sleep_mode", True)),
         data_parallel=data_parallel,
         model_parallel=model_parallel,
-        replica_gpus=math.prod(map(int, replica)),
+        replica_gpus=math.prod(
+            int(rollout[f"{of}_parallel_size"]) for of in ("tensor_model", "data", "pipeline_model")
+        ),
         reference=bool(config.algorithm.use_kl_in_reward or actor.use_kl_loss),
         critic=config.algorithm.adv_estimator == "gae" if critic is None else bool(critic),
         lora=lora,
@@ -216,7 +217,6 @@ def _rollout(config: Any, rhyme: RhymeConfig | None, fields: Mapping[str, Any], 
     drafting = rhyme.drafting if rhyme and rhyme.drafting.enable else None
     kind = {"recurrent": bool(recurrent(fields)), "adapters": adapters > 0}
     engine = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
-    weight = 1 if rollout.get("quantization") else _size(rollout.dtype)
     cache = str(engine.get("kv_cache_dtype") or "auto")
     return Rollout(
         tp=int(rollout.tensor_model_parallel_size),
@@ -226,7 +226,7 @@ def _rollout(config: Any, rhyme: RhymeConfig | None, fields: Mapping[str, Any], 
         longest=sequence_tokens(config),
         max_num_seqs=slots,
         max_num_batched_tokens=step_tokens,
-        weight_bytes=weight,
+        weight_bytes=1 if rollout.get("quantization") else _size(rollout.dtype),
         cache_bytes=_size(rollout.dtype if cache == "auto" else cache),
         draft_tokens=(
             engine_tokens(drafting.max_tokens, slots=slots, step_tokens=step_tokens, **kind) if drafting else 0

@@ -75,19 +75,17 @@ def check(config: Any) -> None:
     size. The other checks compute with them.
     """
     unset = OmegaConf.is_missing(config.actor_rollout_ref.rollout, "name")
+    theirs = compose.defaults(str(config.actor_rollout_ref.actor.strategy))
     wrong = {f"{_R}.name": f"is not set: add {_R}.name=vllm"} if unset else {}
-    mine = OmegaConf.to_container(config, resolve=False)
-    wrong |= dict(_mistyped(mine, compose.defaults(str(config.actor_rollout_ref.actor.strategy)), ""))
-    for sections in (_WHOLE, _WHOLE_OR_NULL, _NUMBERS):
+    wrong |= dict(_mistyped(OmegaConf.to_container(config, resolve=False), theirs, ""))
+    for sections, fits, allowed in (
+        (_WHOLE, _is_whole, "a whole number of at least 1"),
+        (_WHOLE_OR_NULL, lambda value: value is None or _is_whole(value), "a whole number of at least 1"),
+        (_NUMBERS, _is_number, "a number"),
+    ):
         for key in (f"{section}.{name}" for section, names in sections.items() for name in names.split()):
             value = OmegaConf.select(config, key, default=_ABSENT)  # keys of other engines are absent
-            if value is _ABSENT or (value is None and sections is _WHOLE_OR_NULL):
-                continue
-            right, allowed = _is_number(value), "a number"
-            if sections is not _NUMBERS:
-                right = right and float(value) >= 1 and float(value).is_integer()
-                allowed = "a whole number of at least 1"
-            if not right:
+            if value is not _ABSENT and not fits(value):
                 wrong[key] = f"must be {allowed}, not {'null' if value is None else repr(value)}"
     if wrong:
         raise ConfigError("; ".join(f"{key} {problem}" for key, problem in wrong.items()))
@@ -112,6 +110,10 @@ def _is_number(value: Any) -> bool:
     except (TypeError, ValueError, OverflowError):
         return False
     return not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return _is_number(value) and float(value) >= 1 and float(value).is_integer()
 
 
 def choices(config: Any) -> Iterator[Check]:
