@@ -105,6 +105,12 @@ def require(ok: bool, path: str, value: Any, allowed: str, hint: str = "") -> No
         raise ConfigError(f"{CONFIG_PATH}.{path} must be {allowed}, not {value!r}{hint}")
 
 
+def require_each(section: str, options: Any, **allowed: tuple[bool, str]) -> None:
+    """Require the value of each option of a section: whether it is allowed, and which values are."""
+    for name, (ok, values) in allowed.items():
+        require(ok, f"{section}.{name}", getattr(options, name), values)
+
+
 def nearest(name: str, known: Any) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""

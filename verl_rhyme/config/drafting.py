@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from verl_rhyme.config.checks import option, require
+from verl_rhyme.config.checks import option, require_each
 
 #: Limit of vLLM: draft tokens per request and step.
 MAX_DRAFT_TOKENS = 128
@@ -37,9 +37,12 @@ class HistoryConfig:
     epochs: int = option(4, "Visits of a prompt to keep, the latest ones. Usually a visit is an epoch.", public=True)
 
     def __post_init__(self) -> None:
-        allowed = "null or at least 1048576 (1 MiB)"
-        require(self.max_bytes is None or self.max_bytes >= 1 << 20, "history.max_bytes", self.max_bytes, allowed)
-        require(self.epochs >= 1, "history.epochs", self.epochs, "at least 1")
+        require_each(
+            "history",
+            self,
+            max_bytes=(self.max_bytes is None or self.max_bytes >= 1 << 20, "null or at least 1048576 (1 MiB)"),
+            epochs=(self.epochs >= 1, "at least 1"),
+        )
 
 
 @dataclass(frozen=True)
@@ -92,22 +95,25 @@ class DraftingConfig:
     )
 
     def __post_init__(self) -> None:
-        def check(ok: bool, name: str, allowed: str) -> None:
-            require(ok, f"drafting.{name}", getattr(self, name), allowed)
-
-        check(1 <= self.max_tokens <= MAX_DRAFT_TOKENS, "max_tokens", f"from 1 to {MAX_DRAFT_TOKENS} (vLLM's limit)")
-        check(1 <= self.model_tokens <= MAX_DRAFT_TOKENS, "model_tokens", f"from 1 to {MAX_DRAFT_TOKENS}")
-        least = "null or at least 1 (no drafts: set drafting.enable=false)"
-        check(self.max_batch_tokens is None or self.max_batch_tokens >= 1, "max_batch_tokens", least)
-        check(self.plan_threads is None or self.plan_threads >= 1, "plan_threads", "null or at least 1")
-        check(self.logits_memory >= 1 << 20, "logits_memory", "at least 1048576 (1 MiB)")
-        check(self.history_memory >= 1 << 20, "history_memory", "at least 1048576 (1 MiB)")
-        check(0 < self.floor < 1, "floor", "above 0 and below 1")
-        check(1 << 10 <= self.live_tokens <= 1 << 30, "live_tokens", "from 2**10 to 2**30")
+        require_each(
+            "drafting",
+            self,
+            max_tokens=(1 <= self.max_tokens <= MAX_DRAFT_TOKENS, f"from 1 to {MAX_DRAFT_TOKENS} (vLLM's limit)"),
+            model_tokens=(1 <= self.model_tokens <= MAX_DRAFT_TOKENS, f"from 1 to {MAX_DRAFT_TOKENS}"),
+            max_batch_tokens=(
+                self.max_batch_tokens is None or self.max_batch_tokens >= 1,
+                "null or at least 1 (no drafts: set drafting.enable=false)",
+            ),
+            plan_threads=(self.plan_threads is None or self.plan_threads >= 1, "null or at least 1"),
+            logits_memory=(self.logits_memory >= 1 << 20, "at least 1048576 (1 MiB)"),
+            history_memory=(self.history_memory >= 1 << 20, "at least 1048576 (1 MiB)"),
+            floor=(0 < self.floor < 1, "above 0 and below 1"),
+            live_tokens=(1 << 10 <= self.live_tokens <= 1 << 30, "from 2**10 to 2**30"),
+        )
         if self.policy == "paper":
-            most = f"at most {PAPER_DRAFT_TOKENS} with policy=paper"
-            check(self.max_tokens <= PAPER_DRAFT_TOKENS, "max_tokens", most)
+            most = self.max_tokens <= PAPER_DRAFT_TOKENS, f"at most {PAPER_DRAFT_TOKENS} with policy=paper"
+            require_each("drafting", self, max_tokens=most)
             for name in ("floor", "model", "weigh_cost", "plan_threads", "live_tokens"):
                 default = getattr(DraftingConfig, name)
                 allowed = f"{'null' if default is None else default} (its default) with policy=paper, which ignores it"
-                check(getattr(self, name) == default, name, allowed)
+                require_each("drafting", self, **{name: (getattr(self, name) == default, allowed)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verl_rhyme.config.checks import option, require
+from verl_rhyme.config.checks import option, require_each
 
 #: Samples sent to the engines, as a multiple of their request slots and KV cache capacity. Above 1, so that a free
 #: slot is filled at once.
@@ -78,13 +78,16 @@ class SchedulingConfig:
     )
 
     def __post_init__(self) -> None:
-        require(
-            self.in_flight is None or self.in_flight >= 1, "scheduling.in_flight", self.in_flight, "null, or at least 1"
+        require_each(
+            "scheduling",
+            self,
+            in_flight=(self.in_flight is None or self.in_flight >= 1, "null, or at least 1"),
+            put_off=(0 <= self.put_off < 1, "at least 0 and below 1"),
+            order=(self.order in (None, 0, 1), "null, 0 or 1"),
+            lost_after=(self.lost_after > 0, "above 0 (seconds)"),
+            tool_timeout=(self.tool_timeout > 0, "above 0 (seconds)"),
+            outage_timeout=(self.outage_timeout > 0, "above 0 (seconds)"),
         )
-        require(0 <= self.put_off < 1, "scheduling.put_off", self.put_off, "at least 0 and below 1")
-        require(self.order in (None, 0, 1), "scheduling.order", self.order, "null, 0 or 1")
-        for name in ("lost_after", "tool_timeout", "outage_timeout"):
-            require(getattr(self, name) > 0, f"scheduling.{name}", getattr(self, name), "above 0 (seconds)")
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,15 @@ class ElasticConfig:
 
     def __post_init__(self) -> None:
         least, most = self.min_replicas, self.max_replicas
-        require(least is None or least >= 1, "streaming.elastic.min_replicas", least, "null, or at least 1")
-        allowed = f"null, or at least streaming.elastic.min_replicas ({'null' if least is None else least})"
-        require(most is None or (least is not None and most >= least), "streaming.elastic.max_replicas", most, allowed)
+        require_each(
+            "streaming.elastic",
+            self,
+            min_replicas=(least is None or least >= 1, "null, or at least 1"),
+            max_replicas=(
+                most is None or (least is not None and most >= least),
+                f"null, or at least streaming.elastic.min_replicas ({'null' if least is None else least})",
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -115,8 +124,9 @@ class StreamingConfig:
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
 
     def __post_init__(self) -> None:
-        allowed = "null, or above 0 and at most 1"
-        require(self.part is None or 0 < self.part <= 1, "streaming.part", self.part, allowed)
+        require_each(
+            "streaming", self, part=(self.part is None or 0 < self.part <= 1, "null, or above 0 and at most 1")
+        )
 
 
 def training_order(order: float | None, mini_batches: int, loss_agg_mode: str, loss_scale_factor: Any = None) -> float:
