@@ -16,7 +16,7 @@ from verl_rhyme.planning.cost import ReplicaCost
 from verl_rhyme.planning.planner import Problem
 from verl_rhyme.planning.sites import Model, Pool
 from verl_rhyme.planning.times import Training, Work
-from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, errors_with_key, plain, typed
+from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, errors_with_key, plain, refuse, typed
 from verl_rhyme.planning.workload import Lengths
 
 
@@ -119,17 +119,16 @@ def of_tree(tree: Mapping[str, Any], path: Path) -> LoadedPlan:
 
 
 def _loaded(config: PlanFile, path: Path) -> LoadedPlan:
-    for name, given in (("kinds", config.kinds), ("sites", config.sites)):
-        if not given:
-            raise ClusterError(f"{path}: {name} is empty: add at least one entry")
-    if config.objective not in ("time", "cost"):
-        raise ClusterError(f"{path}: objective must be time or cost, not {config.objective!r}")
+    refuse(
+        (not config.kinds, f"{path}: kinds is empty: add at least one entry"),
+        (not config.sites, f"{path}: sites is empty: add at least one entry"),
+        (config.objective not in ("time", "cost"), f"{path}: objective must be time or cost, not {config.objective!r}"),
+    )
     sources: dict[str, str] = {}
     kinds: dict[str, Pool] = {}
     for i, kind in enumerate(config.kinds):
         pool = _kind(config, kind, f"{path}: kinds.{i}", path, sources)
-        if pool.kind in kinds:
-            raise ClusterError(f"{path}: kinds.{i}.name={pool.kind} is used twice: choose another name")
+        refuse((pool.kind in kinds, f"{path}: kinds.{i}.name={pool.kind} is used twice: choose another name"))
         kinds[pool.kind] = pool
     problem = Problem(
         _pools(config, kinds, path),
@@ -161,11 +160,9 @@ def _kind(config: PlanFile, kind: KindFile, where: str, path: Path, sources: dic
         raise ClusterError(f"{where}: set gpu to a data sheet ({', '.join(roofline.GPUS)}), or name and memory")
     costs: dict[int, ReplicaCost] = {}
     found = [profile.measured(each, path) for each in kind.profiles]
-    if kind.tp and (config.model is None or kind.gpu is None):
-        raise ClusterError(f"{where}.tp needs the file's model and {where.rpartition(' ')[2]}.gpu, or drop it")
     for tp in kind.tp:
-        assert config.model is not None
-        assert kind.gpu is not None
+        if config.model is None or kind.gpu is None:
+            raise ClusterError(f"{where}.tp needs the file's model and {where.rpartition(' ')[2]}.gpu, or drop it")
         given = config.model, kind.gpu, tp, kind.dtype, kind.factor, path, where
         found.append(profile.calculated(*given, utilization=kind.utilization))
     for cost, source in found:
@@ -214,13 +211,18 @@ def _pools(config: PlanFile, kinds: dict[str, Pool], path: Path) -> list[Pool]:
 def _links(config: PlanFile, sites: set[str], path: Path) -> dict[frozenset[str], float]:
     speeds = {}
     for i, link in enumerate(config.links):
-        if len(set(link.between)) != 2 or len(link.between) != 2:
-            raise ClusterError(f"{path}: links.{i}.between must be two sites, such as [east, west], not {link.between}")
-        for name in link.between:
-            if name not in sites:
-                raise ClusterError(f"{path}: links.{i}.between: {name} is not in sites{nearest(name, sites)}")
-        if not 0 < link.gbps < math.inf:
-            raise ClusterError(f"{path}: links.{i}.gbps must be above 0 and finite, not {link.gbps}")
+        where = f"{path}: links.{i}"
+        refuse(
+            (
+                len(set(link.between)) != 2 or len(link.between) != 2,
+                f"{where}.between must be two sites, such as [east, west], not {link.between}",
+            ),
+            *(
+                (name not in sites, f"{where}.between: {name} is not in sites{nearest(name, sites)}")
+                for name in link.between
+            ),
+            (not 0 < link.gbps < math.inf, f"{where}.gbps must be above 0 and finite, not {link.gbps}"),
+        )
         speeds[frozenset(link.between)] = link.gbps * 1e9 / 8
     return speeds
 

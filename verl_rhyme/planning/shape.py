@@ -18,7 +18,7 @@ from verl_rhyme.planning import profile, roofline
 from verl_rhyme.planning.architecture import Architecture
 from verl_rhyme.planning.sites import Model, Pool
 from verl_rhyme.planning.times import Training, Work, rollout
-from verl_rhyme.planning.typed_yaml import ClusterError, typed
+from verl_rhyme.planning.typed_yaml import ClusterError, refuse, typed
 from verl_rhyme.planning.workload import Lengths
 
 #: What errors name in place of a file.
@@ -81,18 +81,24 @@ class Shape:
 
     def _check(self) -> None:
         profile.gpu(self.gpu, f"{SOURCE}: gpu")
-        for name in ("gpus", "batch", "samples", "response", "prompt", "node"):
-            if getattr(self, name) < 1:
-                raise ClusterError(f"{SOURCE}: {name} must be at least 1, not {getattr(self, name)}")
-        if self.gpus > self.node and self.gpus % self.node:
-            raise ClusterError(f"{SOURCE}: gpus={self.gpus} are not whole nodes of node={self.node} GPUs")
-        if not self.entropy > 0:
-            raise ClusterError(f"{SOURCE}: entropy must be above 0 nats per token, not {self.entropy}")
-        if self.mean is not None and not 1 <= self.mean <= 0.9 * self.response:
-            most = round(0.9 * self.response)
-            raise ClusterError(f"{SOURCE}: mean must be from 1 to {most} (0.9 x response), not {self.mean:g}")
-        if self.tp is not None and (self.tp < 1 or self.gpus % self.tp or self.node % self.tp):
-            raise ClusterError(f"{SOURCE}: tp={self.tp} must divide gpus={self.gpus} and node={self.node}")
+        counts = {name: getattr(self, name) for name in ("gpus", "batch", "samples", "response", "prompt", "node")}
+        refuse(*((size < 1, f"{SOURCE}: {name} must be at least 1, not {size}") for name, size in counts.items()))
+        refuse(
+            (
+                self.gpus > self.node and self.gpus % self.node,
+                f"{SOURCE}: gpus={self.gpus} are not whole nodes of node={self.node} GPUs",
+            ),
+            (not self.entropy > 0, f"{SOURCE}: entropy must be above 0 nats per token, not {self.entropy}"),
+            (
+                self.mean is not None and not 1 <= self.mean <= 0.9 * self.response,
+                f"{SOURCE}: mean must be from 1 to {round(0.9 * self.response)} (0.9 x response), "
+                f"not {self.mean or 0:g}",
+            ),
+            (
+                self.tp is not None and (self.tp < 1 or self.gpus % self.tp or self.node % self.tp),
+                f"{SOURCE}: tp={self.tp} must divide gpus={self.gpus} and node={self.node}",
+            ),
+        )
 
     @property
     def architecture(self) -> Architecture:

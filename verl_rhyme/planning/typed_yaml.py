@@ -16,6 +16,13 @@ class ClusterError(ValueError):
     """A cluster file or profile is invalid; the message says where, and how to fix it."""
 
 
+def refuse(*rows: tuple[Any, str]) -> None:
+    """Raise :class:`ClusterError` with the text of the first row that applies."""
+    for applies, text in rows:
+        if applies:
+            raise ClusterError(text)
+
+
 def from_folder_of(file: Path, name: str) -> Path:
     return Path(os.path.normpath(file.parent / name))
 
