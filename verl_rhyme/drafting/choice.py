@@ -38,16 +38,8 @@ def _choose(text, bounds, suffixes, scaled_reward, reward_weight, low, high, lim
     positions = np.empty(active, dtype=np.int32)  # last matched position of each occurrence
     owners = np.empty(active, dtype=np.int32)  # response of each occurrence
     for i in range(active):
-        position = suffixes[low + i * (high - low) // active]
-        first, last = 0, len(bounds) - 1
-        while last - first > 1:
-            middle = (first + last) // 2
-            if bounds[middle] < position:
-                first = middle
-            else:
-                last = middle
-        positions[i] = position
-        owners[i] = first
+        positions[i] = suffixes[low + i * (high - low) // active]
+        owners[i] = max(0, np.searchsorted(bounds, positions[i]) - 1)
 
     candidates = np.empty(active, dtype=np.int32)
     counts = np.empty(active, dtype=np.int32)

@@ -94,17 +94,11 @@ def width_of(rows: int) -> int:
 
 
 @compiled
-def _features(x, rows, drafted, prefilled, proposed):
-    x[_BASE], x[_ROW], x[_PROMPT], x[_DRAFTING], x[_MODEL] = 1.0, rows, prefilled, drafted > 0, proposed
-    x[_TOKEN] = rows + drafted
-    for k in range(len(_KNOTS)):
-        x[_TOKEN + 1 + k] = max(0.0, rows + drafted - _KNOTS[k])
-
-
-@compiled
 def _add(xx, xy, decay, rows, drafted, prefilled, proposed, weight):
     x = np.empty(_FEATURES)
-    _features(x, rows, drafted, prefilled, proposed)
+    x[_BASE], x[_ROW], x[_PROMPT], x[_DRAFTING], x[_MODEL] = 1.0, rows, prefilled, drafted > 0, proposed
+    x[_TOKEN] = rows + drafted
+    x[_TOKEN + 1 :] = np.maximum(0.0, rows + drafted - _KNOTS)
     x *= weight
     for i in range(_FEATURES):
         for j in range(_FEATURES):

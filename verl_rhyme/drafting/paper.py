@@ -62,7 +62,7 @@ class PaperDrafter:
 
     def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
         self._forget(request)
-        live = _Request(key, self._window())
+        live = _Request(key, Window(cap=self._max_tokens))
         live.history = self._histories.acquire(key, live)
         self._live[request] = live
 
@@ -71,9 +71,6 @@ class PaperDrafter:
         for live in waiting:
             live.history = history
         return bool(waiting) and history is not None
-
-    def _window(self) -> Window:
-        return Window(cap=self._max_tokens)
 
     def step(self, done: DecodeStep) -> list[list[int]]:
         drafts = []
