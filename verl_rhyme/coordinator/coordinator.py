@@ -122,12 +122,13 @@ class Coordinator:
             known |= {report.attempt: report for report in reports}
             known |= {attempt: report for attempt, report in stored.items() if report.stored}  # also unreported ones
             prompts = listing.get(PROMPTS, {})
-            now = resume.version, resume.batches_left
             added = [prompt[:2] for prompt in resume.prompts]
-            for uid in rollout.restore(resume.state, *now, known, prompts, added, _clock()):
+            for uid in rollout.restore(
+                resume.state, resume.version, resume.batches_left, known, prompts, added, _clock()
+            ):
                 logger.warning("the data of prompt %s are missing from TransferQueue: another prompt is loaded", uid)
-            known_prompts = resume.state.get("expectations", {})
-            rollout.expect(expectations.restore_prompts(known_prompts, rollout.content.needs_prompt))
+            earlier = resume.state.get("expectations", {})
+            rollout.expect(expectations.restore_prompts(earlier, rollout.content.needs_prompt))
             keys = {prompt.uid: prompt.key for prompt in resume.prompts if rollout.content.needs_prompt(prompt.uid)}
             rollout.expect(expectations.add_prompts(keys))
         locate, active = lambda: self._open.pool.replica_by_attempt(), lambda: self._dispatching
@@ -330,9 +331,8 @@ class Coordinator:
     # ---- internal ----
 
     def _state(self) -> dict[str, Any]:
-        state = self._open.rollout.state_dict()
         return {
-            **state,
+            **self._open.rollout.state_dict(),
             "capacity": self._capacity.state,
             "expectations": self._expectations.prompt_state,
             "dropped": [*self._cleanup.dropped],

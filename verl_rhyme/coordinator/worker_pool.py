@@ -53,8 +53,7 @@ class WorkerPool:
         """Use ``SessionAgentLoopWorker`` actors once they have started; :meth:`watch` them then. Give up one without an
         answer for ``limit_s``. Return what all workers return (``attach``)."""
         workers = list(workers)
-        missing = lambda: f"{len(workers) - len(self)} of {len(workers)} agent loop workers to start or answer"  # noqa: E731
-        with waiting_for(missing):
+        with waiting_for(lambda: f"{len(workers) - len(self)} of {len(workers)} agent loop workers to start or answer"):
             found = await asyncio.gather(*(self._join(worker, limit_s) for worker in workers))
         running = {attempt: replica for about, _ in found for attempt, replica in about.items()}
         return running, [report for _, reports in found for report in reports]

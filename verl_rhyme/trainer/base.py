@@ -145,8 +145,7 @@ class RhymeTrainerMixin(PPOTrainer):
             if (weights := getattr(self, name, None)) is not None:
                 ours = carrier(weights, self._rhyme.weights, self.config.actor_rollout_ref.rollout)
                 setattr(self, name, WatchedCheckpointManager(ours, self._rhyme.scheduling.lost_after))
-        router = self._router()
-        if router is not None:
+        if (router := self._router()) is not None:
             for address, tokens in self._cache_tokens().items():
                 if tokens:
                     router.report_capacity.remote(address, tokens)
@@ -185,9 +184,8 @@ class RhymeTrainerMixin(PPOTrainer):
     def _cache_tokens(self) -> dict[str, int]:
         """Return the KV cache capacity in tokens of each replica by address; 0 if the engine does not report it."""
         servers = self._serving()
-        first = [replica.servers[0] for replica in servers.get_replicas()]
         with waiting_for("the replicas to report their capacity"):
-            tokens = ray.get([server.cache_tokens.remote() for server in first])
+            tokens = ray.get([replica.servers[0].cache_tokens.remote() for replica in servers.get_replicas()])
         return dict(zip(servers.server_addresses, tokens, strict=True))
 
     @_hook

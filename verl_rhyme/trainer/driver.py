@@ -171,8 +171,15 @@ class Driver:
         began = time.monotonic()
         while True:
             self._generation += 1
-            now = self._version, self._batches_left, self._generation
-            resume = ResumeState(self._state, list(self._handed), *now, self._lengths.state_dict(), self._share)
+            resume = ResumeState(
+                state=self._state,
+                prompts=list(self._handed),
+                version=self._version,
+                batches_left=self._batches_left,
+                generation=self._generation,
+                lengths=self._lengths.state_dict(),
+                share=self._share,
+            )
             try:
                 with waiting_for("the coordinator to open, with its agent loop workers"):
                     return ray.get(self.coordinator.open.remote(self._setting, self._workers, resume, fresh))

@@ -114,8 +114,13 @@ class ElasticReplicas(Observer):
         else:
             return metrics
         metrics[names.REPLICA_CHANGE_S] = time.monotonic() - began
-        what = "serves again" if advice > 0 else "rests"
-        logger.info("replica %d %s; %d of %d serve now", replica.replica_rank, what, self._reported, self._launched)
+        logger.info(
+            "replica %d %s; %d of %d serve now",
+            replica.replica_rank,
+            "serves again" if advice > 0 else "rests",
+            self._reported,
+            self._launched,
+        )
         return metrics
 
     def _report(self, leaves: str = "") -> int:

@@ -223,8 +223,9 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         if ranker is not None:  # it starts while models load
             if problem := unusable(ranker, len(self.tokenizer)):
                 raise ConfigError(problem)
-            template = self.config.data.get("apply_chat_template_kwargs") or {}
-            self.observers.append(Ranking(ranker, self.tokenizer, template))
+            self.observers.append(
+                Ranking(ranker, self.tokenizer, self.config.data.get("apply_chat_template_kwargs") or {})
+            )
 
     def get_llm_client(self) -> Any:
         return rhymed(self._serving().get_client(), interruptible=True)
@@ -294,8 +295,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         batch = self._next_train_batch(-(-count // chunk) * chunk)
         uids = [str(uid) for uid in batch["uid"]]
         columns = [key for key, column in batch.items() if not isinstance(column, NonTensorData)]
-        fields = {"fields": batch.select(*columns), "tags": [{}] * len(uids)}
-        tq.kv_batch_put(keys=uids, partition_id=PROMPTS, **fields)
+        tq.kv_batch_put(keys=uids, partition_id=PROMPTS, fields=batch.select(*columns), tags=[{}] * len(uids))
         default = [self.config.actor_rollout_ref.rollout.n] * len(uids)
         samples = batch["__rollout_n__"] if "__rollout_n__" in columns else default
         keys = self._prompt_keys(batch, columns)

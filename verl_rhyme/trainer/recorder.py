@@ -382,8 +382,16 @@ class _Samples:
         return rows, owners
 
     def batch(self, rewards: np.ndarray, epoch: int, logprobs: bool) -> TrainedBatch:
-        visits = list(map(visit_label, self.uids))
-        return TrainedBatch(self.stored, self.prompts(), visits, rewards, self.numbers, self.versions, epoch, logprobs)
+        return TrainedBatch(
+            stored=self.stored,
+            prompts=self.prompts(),
+            visits=list(map(visit_label, self.uids)),
+            rewards=rewards,
+            numbers=self.numbers,
+            versions=self.versions,
+            epoch=epoch,
+            logprobs=logprobs,
+        )
 
     def prompts(self) -> list[bytes]:
         """Return the keys of the prompts: from a sample's records or those of its group, else computed from tokens,

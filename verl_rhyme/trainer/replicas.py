@@ -147,8 +147,7 @@ class SpareReplicas:
                 "The same command continues from the last checkpoint."
             )
         with waiting_for("the router"):
-            addresses = [replica._server_address for replica in gone]
-            ray.get(self._servers.global_load_balancer.remove_servers.remote(addresses))
+            ray.get(self._servers.global_load_balancer.remove_servers.remote([each._server_address for each in gone]))
         self._set([replica for replica in serving if replica not in gone])
         for replica in gone:
             kill_replica(replica)
@@ -225,8 +224,9 @@ class SpareReplicas:
                 model_config=manager.model_config,
                 gpus_per_node=manager.rollout_config.n_gpus_per_node,
             )
-            up = background.run_in_thread(asyncio.run, new.init_standalone())
-            self._starts.append(_Start(new, up, time.monotonic()))
+            self._starts.append(
+                _Start(new, background.run_in_thread(asyncio.run, new.init_standalone()), time.monotonic())
+            )
 
     def _let_in(self, version: int) -> None:
         """Let replicas that are up serve; put off the next start after one that failed."""
