@@ -98,8 +98,8 @@ class Scheduler:
 
     def expect(self, uid: str, tokens: float) -> None:
         if uid in self.ledger:
-            self.ledger.prompt(uid).expected = tokens
             self._tail.expect(uid, tokens, self.batches_left)
+            self.ledger.prompt(uid).expected = tokens
 
     def dispatch(
         self, limit: int | None = None, min_starts: int = 1, waiting: Collection[tuple[str, int]] = ()

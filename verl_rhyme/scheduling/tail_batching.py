@@ -41,14 +41,20 @@ class TailBatching:
         return (batches_left * rules.batch_size - self._ledger.size) * rules.batch_prompts // rules.batch_size
 
     def expect(self, uid: str, tokens: float, batches_left: int | None) -> None:
-        """Put off a prompt among the longest (``Rules.put_off``) if none of its samples has started."""
+        """Put off a prompt among the longest (``Rules.put_off``) if none of its samples has started. Call it before
+        ``Prompt.expected`` changes: a new length of a prompt replaces the old one."""
         if not self._rules.put_off:
             return
-        if len(self.expected) == self.expected.maxlen:
-            del self._sorted[bisect_left(self._sorted, self.expected[0])]
-        self.expected.append(tokens)
+        prompt, known = self._ledger.prompt(uid), self.expected
+        outdated = prompt.expected
+        if outdated not in known:
+            outdated = known[0] if len(known) == known.maxlen else None
+        if outdated is not None:
+            known.remove(outdated)
+            del self._sorted[bisect_left(self._sorted, outdated)]
+        known.append(tokens)
         insort(self._sorted, tokens)
-        batch, samples = self._rules.batch_size, self._ledger.prompt(uid).samples
+        batch, samples = self._rules.batch_size, prompt.samples
         left = 2 if batches_left is None else batches_left  # one training step is kept for this round
         put_off = self._ledger.size_put_off + (1 if self._rules.unit == "group" else len(samples))
         if self.own_round or put_off > batch * min(1, left - 1) or any(s.attempt >= 0 for s in samples):

@@ -168,6 +168,24 @@ def test_a_prompt_expected_among_the_longest_is_put_off_and_another_loaded_for_i
     assert [uid for uid, _ in built.dispatch()] == ["p0", "p2"]
 
 
+def test_each_prompt_counts_once_among_the_expected_lengths():
+    """A ranker's forecast replaces an earlier one; a resumed run forecasts its prompts again."""
+    built = rounds()
+    built.load("p0", 1)
+    built.load("p1", 1)
+    for uid, tokens in (("p0", 30), ("p1", 50), ("p0", 40)):
+        built.expect(uid, tokens)
+    resumed = rounds()
+    resumed._tail.expected.clear()
+    resumed.load_state_dict(built.state_dict())
+    resumed.expect("p0", 45)
+    for scheduler, latest in ((built, [50, 40]), (resumed, [50, 45])):
+        window = list(scheduler._tail.expected)
+        assert window[-2:] == latest
+        assert not {30, 50, 40, 45}.difference(latest) & set(window)
+        assert sorted(window) == scheduler._tail._sorted
+
+
 def test_prompts_that_a_batch_left_out_wait_for_a_separate_round():
     built = rounds(in_flight=2, put_off=0)
     names = iter(f"p{number}" for number in range(20))
