@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 #: ``algorithm.adv_estimator`` that compare only trajectories of the same prompt.
-GROUP_ESTIMATORS = (
-    *("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo"),
-    *("optimal_token_baseline", "tir_optimal_token_baseline"),
-)
+GROUP_ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo")
 #: ``policy_loss.loss_mode`` that are sums over tokens, divided as ``loss_agg_mode`` defines. Not these: ``sapo`` and
 #: ``geo_mean`` always divide by sequences; ``clip_cov`` and ``kl_cov`` rank the tokens of a micro-batch.
 STREAMED_LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "gpg", "dro", "cispo")
