@@ -26,8 +26,9 @@ from verl_rhyme.processes.stored_samples import StoredSamples, TrainedBatch
 _NICENESS = 19
 #: Counts per append, in addition to the store's statistics.
 STORE_COUNTS = ("lost_steps", "dropped", "unkept", "evicted", "shed_epochs", "sent_bytes")
-#: Counts per append for ``rollout/entropy`` (:class:`~verl_rhyme.trainer.recorder.Recorder`).
-TOKEN_COUNTS = ("sampled", "nats")
+#: Counts per append for ``rollout/entropy`` and ``rollout/bad_logprobs``
+#: (:class:`~verl_rhyme.trainer.recorder.Recorder`).
+TOKEN_COUNTS = ("sampled", "nats", "bad_logprobs")
 
 #: Concurrency group of :meth:`HistoryWriter.values`: a separate thread, in addition to recording.
 READ = "read"
@@ -119,9 +120,11 @@ class HistoryWriter:
             appended = self._store.append(trajectories, step)
             for name in counts:
                 counts[name] += getattr(appended, name, 0)
-            known = [t.logprobs for t in trajectories if t.logprobs is not None]
-            counts["sampled"] += sum(map(len, known))
-            counts["nats"] -= sum(float(logprobs.sum(dtype=np.float64)) for logprobs in known)
+            for logprobs in (t.logprobs for t in trajectories if t.logprobs is not None):
+                known = logprobs[np.isfinite(logprobs)]
+                counts["sampled"] += len(known)
+                counts["nats"] -= float(known.sum(dtype=np.float64))
+                counts["bad_logprobs"] += len(logprobs) - len(known)
         counts["lost_steps"] = min(1, counts["lost_steps"])  # of one step, whatever number of pieces
         with self._reading:
             counts["sent_bytes"], self._sent = self._sent, 0

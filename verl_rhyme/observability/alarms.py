@@ -1,4 +1,4 @@
-"""Alarm for runs whose drafts are never accepted."""
+"""Alarms for runs whose drafts are never accepted, and for log-probabilities that are no numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from collections.abc import Mapping
 
 from verl_rhyme.observability import metrics as names
 
+#: Warning, logged once; its argument is a number of tokens.
+BAD_LOGPROBS = (
+    "the engine sampled %d tokens with a log-probability of NaN or infinity: their importance weights, and so the "
+    "loss, become NaN. The engine's logits overflow (actor_rollout_ref.rollout.dtype=float16?) or its weights are "
+    "damaged (did the loss diverge before?). Resume from a checkpoint before the first step with rollout/bad_logprobs "
+    "above 0"
+)
 #: Consecutive rejected draft tokens that raise the alarm.
 WINDOW = 4096
 

@@ -45,6 +45,7 @@ SPEC_DRAFT_S = "rollout/spec/draft_s"  # s: engines waited for drafts, summed; l
 SPEC_WAITING = "rollout/spec/waiting"  # share: steps that waited for the tokens of the step before; 0 at rest
 SPEC_ALARM = "rollout/spec/alarm"  # 0, 1: the last 4096 draft tokens were all rejected; see troubleshooting
 ENTROPY = "rollout/entropy"  # nats: of the policy, by token; above 1 drafts gain little
+BAD_LOGPROBS = "rollout/bad_logprobs"  # tokens: sampled with a NaN or infinite log-probability
 
 # -- History
 HISTORY = "rollout/history"

@@ -30,7 +30,7 @@ from verl_rhyme.history.keys import prompt_key, visit_label
 from verl_rhyme.history_writer.history_service import HistoryService, HistoryUnavailable
 from verl_rhyme.history_writer.history_writer import STORE_COUNTS, TOKEN_COUNTS
 from verl_rhyme.observability import metrics as names
-from verl_rhyme.observability.alarms import AcceptanceAlarm
+from verl_rhyme.observability.alarms import BAD_LOGPROBS, AcceptanceAlarm
 from verl_rhyme.observability.errors import last_line
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import DRAFTER, drafter_metrics, step_metrics
@@ -208,6 +208,9 @@ class Recorder(Observer):
             }
             if sampled := self._tokens["sampled"]:
                 metrics[names.ENTROPY] = self._tokens["nats"] / sampled
+            if bad := self._tokens["bad_logprobs"]:
+                warn_once(logger, BAD_LOGPROBS, bad)
+            metrics[names.BAD_LOGPROBS] = float(bad)
             drafter, self._drafter = self._drafter, Counter()
             self._untrained, self._seconds = 0, 0.0
             self._tokens.clear()

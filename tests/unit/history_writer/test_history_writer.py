@@ -72,7 +72,10 @@ def test_nats_are_counted_for_responses_with_log_probs(sharing):
     known = np.array([-0.5, -1.5, 0.0], np.float32)
     group = [trajectory(range(3), logprobs=known), trajectory(range(3), sample=1)]
     counts = sharing.record([group, [trajectory(range(3), KEYS[1], logprobs=2 * known)]], 1)
-    assert (counts["sampled"], counts["nats"]) == (6, 6.0)
+    assert (counts["sampled"], counts["nats"], counts["bad_logprobs"]) == (6, 6.0, 0)
+    broken = np.array([-0.5, np.nan, -np.inf], np.float32)
+    counts = sharing.record([[trajectory(range(3), KEYS[2], logprobs=broken)]], 2)
+    assert (counts["sampled"], counts["nats"], counts["bad_logprobs"]) == (1, 0.5, 2)
 
 
 def test_values_are_read_while_a_step_is_recorded(sharing):

@@ -173,6 +173,20 @@ def test_a_step_ends_before_the_history_has_its_samples(slow, tmp_path):
     assert not history.writer._fetched
 
 
+def test_log_probabilities_that_are_no_numbers_are_counted_and_warned_of_once(slow, caplog):
+    recorder, queue, history = slow
+    history.permits.release(1000)
+    for step, bad in enumerate([float("nan"), float("-inf")], start=1):
+        queue.put_group(1, f"u{step}", [0.0, 1.0])
+        queue.data[f"u{step}_0_0"]["rollout_log_probs"][1:] = bad
+        recorder.start(queue.batch(f"u{step}_0_0", f"u{step}_1_0"), step=step, part=step, epoch=step)
+        recorder.drain()
+        measured = ended(recorder)
+        assert (measured[metrics.BAD_LOGPROBS], measured[metrics.ENTROPY]) == (2, pytest.approx(0.1))
+    assert ended(recorder)[metrics.BAD_LOGPROBS] == 0
+    assert caplog.text.count("the engine sampled 2 tokens with a log-probability of NaN or infinity") == 1
+
+
 def test_slow_recording_drops_whole_batches_and_warns_once(slow, caplog):
     recorder, queue, history = slow
     measured = [step_of(recorder, queue, history, step) for step in range(1, MAX_LAG + 4)]
