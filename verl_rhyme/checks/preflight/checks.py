@@ -83,6 +83,7 @@ def examine(
         *datasets.check(config),
         *components.check(config),
         *model_check,
+        *machine_checks.adapters(config),
         *drafter_checks,
         *machine_checks.gpus(plan, machine, OmegaConf.select(config, ADDRESS)),
         *(machine_checks.gpu_memory(found, plan) if found else ()),

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from verl_rhyme.checks import engine_packages
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, problems, verdict
+from verl_rhyme.checks.predicates import ADAPTER, MEGATRON_ADAPTER
 from verl_rhyme.checks.preflight.estimate import Estimate, count, gib
 from verl_rhyme.checks.preflight.machine import (
     ADDRESS,
@@ -38,6 +39,15 @@ TIGHT = 0.87
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 _R = "actor_rollout_ref.rollout"
+
+
+def adapters(config: Any) -> Iterator[Check]:
+    """Check the folders of LoRA adapters; the training workers load them."""
+    for key, file in ((ADAPTER, "adapter_config.json"), (MEGATRON_ADAPTER, "")):
+        path = str(OmegaConf.select(config, key) or "")
+        if path and "://" not in path and not is_hub_id(path) and not (Path(path) / file).exists():
+            detail = f"{key}={path}: no such folder{f', or no {file} in it' if file else ''}"
+            yield Check("model", FAIL, detail, "set it to an adapter's folder, or to null")
 
 
 def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None]:

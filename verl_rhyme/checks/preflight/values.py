@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,6 +68,14 @@ _NUMBERS = {
     _R: "nnodes n_gpus_per_node gpu_memory_utilization",
 }
 
+#: Limits of vLLM, which refuses other values at its start or in each request: lowest, highest, and those as text.
+_LIMITS = {
+    "temperature": (0, math.inf, "at least 0"),
+    "top_p": (1e-9, 1, "above 0 and at most 1"),
+    "top_k": (-1, math.inf, "at least -1 (all tokens)"),
+    "gpu_memory_utilization": (1e-9, 1, "above 0 and at most 1"),
+}
+
 #: Numbers that may be ranges, as ``0.5_5.0``.
 _RANGES = ("rollout_is_threshold",)
 
@@ -87,6 +97,10 @@ def check(config: Any) -> None:
             value = OmegaConf.select(config, key, default=_ABSENT)  # keys of other engines are absent
             if value is not _ABSENT and not fits(value):
                 wrong[key] = f"must be {allowed}, not {'null' if value is None else repr(value)}"
+    for section, (name, (least, most, allowed)) in itertools.product((_R, f"{_R}.val_kwargs"), _LIMITS.items()):
+        value = OmegaConf.select(config, key := f"{section}.{name}")
+        if _is_number(value) and not least <= float(value) <= most:
+            wrong[key] = f"must be {allowed}, not {value!r}"
     if wrong:
         raise ConfigError("; ".join(f"{key} {problem}" for key, problem in wrong.items()))
 

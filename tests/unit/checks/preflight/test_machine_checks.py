@@ -344,6 +344,14 @@ def test_engines_that_keep_their_weights_asleep_need_host_memory(world, tmp_path
         assert preflight(world, *overrides, *awake).estimate.host["sleeping engines"] == 0
 
 
+def test_an_adapter_needs_its_folder(world, tmp_path):
+    lora = ["actor_rollout_ref.model.lora_rank=8", f"actor_rollout_ref.model.lora_adapter_path={tmp_path}"]
+    missing = f"lora_adapter_path={tmp_path}: no such folder, or no adapter_config.json in it"
+    assert missing in complaints(preflight(world, *lora))["model", "fail"]
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert ("model", "fail") not in complaints(preflight(world, *lora))
+
+
 def test_merged_adapters_are_not_kept(world):
     lora = ["actor_rollout_ref.model.lora_rank=32", f"{R}.custom.rhyme.drafting.max_tokens=8"]
     for merged in (["actor_rollout_ref.model.lora.merge=true"], RELAY):
