@@ -33,6 +33,8 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree, options
 
 _ABSENT = object()
+#: Config group of verl's training engine, which leaves no key of its own in the config.
+ENGINE = "model_engine"
 #: File of verl's ``@hydra.main``, and the config path and name that it sets.
 MAIN, _CONFIG_PATH, _CONFIG_NAME = "trainer/main_ppo.py", "config", "ppo_trainer"
 
@@ -136,7 +138,9 @@ def message(error: HydraException, name: str, overrides: Sequence[str]) -> str:
     if given in {each.name for each in options()}:
         return f"{wrong[0]}: unknown key; did you mean {CONFIG_PATH}.{given}?"
     parent, _, leaf = str(key).rpartition(".")
-    known = OmegaConf.create(defaults("megatron" if "model_engine=megatron" in overrides else "fsdp"))
+    if leaf == ENGINE:
+        return f"{wrong[0]}: unknown key; did you mean {wrong[0].removeprefix(f'{parent}.')}?"
+    known = OmegaConf.create(defaults("megatron" if f"{ENGINE}=megatron" in overrides else "fsdp"))
     OmegaConf.update(known, CONFIG_PATH, RhymeConfig().to_dict(), force_add=True)
     section = OmegaConf.select(known, parent) if parent else known
     names = map(str, section) if OmegaConf.is_dict(section) else ()

@@ -31,6 +31,7 @@ RECIPE = ["--config-path", str(ROOT / "recipes" / "config"), "--config-name", "q
         ),
         ([f"{R}.rhyme.enable=false"], rf"did you mean {R}\.custom\.rhyme\.enable\?$"),
         (["ryhme=full"], r"^ryhme=full: unknown key; did you mean \+rhyme=full\?$"),
+        ([f"{R.removesuffix('rollout')}actor.model_engine=dp"], r"unknown key; did you mean model_engine=dp\?$"),
         (["model_engine=nope"], "Available options in 'model_engine': dp; megatron; [^/]*$"),
         (
             ["trainer.default_local_dir=A b=c/ckpt"],

@@ -317,6 +317,7 @@ def test_a_rhyme_tree_in_another_place_is_refused(world, preset, place, option, 
         ("keys", f"+{R}.max_num_seq=8", f"{R}.max_num_seqs"),
         ("keys", f"+{R}.max_stalness=2", f"{RHYME}.max_staleness"),
         ("keys", "+history.dir=/mine", f"{RHYME}.history.dir"),
+        ("keys", f"+{A}.model_engine=megatron", "model_engine"),
     ],
 )
 def test_a_key_that_nothing_reads_is_refused_with_the_nearest_one(world, monkeypatch, name, given, meant):
@@ -331,7 +332,6 @@ def test_a_key_that_nothing_reads_is_refused_with_the_nearest_one(world, monkeyp
 def test_keys_that_verl_or_the_user_reads_are_not_refused(world):
     """Sections of other libraries' options, keys that verl reads without a default, and a user's own ones."""
     published = [  # by verl's examples
-        *(f"+{A}.megatron.override_transformer_config.{key}=1" for key in ("moe_router_dtype", "use_flash_attn")),
         f"+{A}.optim.override_optimizer_config.optimizer_cpu_offload=true",
         f"+{A}.fsdp_config.mixed_precision.param_dtype=bf16",
         f"+{R}.engine_kwargs.vllm.disable_cascade_attn=true",
@@ -352,6 +352,28 @@ def test_keys_that_verl_or_the_user_reads_are_not_refused(world):
     assert only(found, "rhyme").status == "ok"
     assert not {key for key in complaints(found) if key[0] == "keys"}, complaints(found)
     assert only(preflight(world[1:], "+history.dir=/mine"), "rhyme").status == "ok"
+    keys = [f"+{A}.megatron.override_transformer_config.{key}=1" for key in ("moe_router_dtype", "use_flash_attn")]
+    assert not {key for key in complaints(preflight(world, "model_engine=megatron", *keys)) if key[0] == "keys"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        (f"{R}.temperature", "-1", "at least 0"),
+        (f"{R}.val_kwargs.top_p", "0", "above 0"),
+        (f"{R}.top_k", "-2", "at least -1"),
+        (f"{R}.gpu_memory_utilization", "90", "at most 1"),
+    ],
+)
+def test_values_that_vllm_refuses_are_refused(world, key, value, allowed):
+    with pytest.raises(ConfigError, match=f"{key} must be .*{allowed}"):
+        preflight(world, f"{key}={value}")
+
+
+@pytest.mark.parametrize("key", [f"{R}.max_tokens", f"{A}.path", f"{A}.optim.path"])
+def test_a_key_that_verls_dataclass_does_not_take_is_refused(world, key):
+    """verl reads a key of this name in another section."""
+    assert f"{key} is no key of verl's " in complaints(preflight(world, f"+{key}=2"))["keys", "fail"]
 
 
 def test_an_unread_key_without_a_near_one_warns(world):
