@@ -1,4 +1,7 @@
-"""What verl's FSDP engines give out of a model with LoRA adapters; on two ranks. ``python lora_ranks.py FOLDER``."""
+"""What verl's FSDP engines give out of a model with LoRA adapters; on two ranks. ``python lora_ranks.py FOLDER``.
+
+The ranks are forks of one process, which imports verl once.
+"""
 
 import os
 import sys
@@ -7,6 +10,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_rhyme.actor.sent_weights import SentWeights
 
@@ -49,8 +53,6 @@ def sharded(model, strategy):
 
 
 def given_out(rank, folder):
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=2)
     results = {}
@@ -70,4 +72,4 @@ def given_out(rank, folder):
 
 
 if __name__ == "__main__":
-    mp.spawn(given_out, args=(sys.argv[1],), nprocs=2)
+    mp.start_processes(given_out, args=(sys.argv[1],), nprocs=2, start_method="fork")
