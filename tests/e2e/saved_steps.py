@@ -1,12 +1,10 @@
 """One rank of training engines that save with some contents, and of new engines that load with some contents.
 
-``RANK=0 WORLD_SIZE=1 python saved_steps.py '{"model": DIR, "folder": DIR, "cases": {"fsdp2": [...]}}'``; see
-:func:`main`.
+``ranks.py`` calls :func:`main`.
 """
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch.distributed as dist
@@ -33,7 +31,6 @@ def main(model, port, folder, cases):
     dist.init_process_group(
         "cpu:gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(os.environ["RANK"]), world_size=1
     )
-    import verl  # noqa: F401  (loads the plugins)
     from verl.trainer.config import CheckpointConfig
 
     loss, steps = ppo(), {}
@@ -69,7 +66,3 @@ def main(model, port, folder, cases):
         steps[engine] = [case["steps"] for case in cases[engine]]
     print("RESULT" + json.dumps(steps))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))

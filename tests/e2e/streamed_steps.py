@@ -1,11 +1,10 @@
 """One rank that takes the same PPO steps twice: of whole mini-batches as verl does, and of parts as they would come.
 
-``RANK= WORLD_SIZE= python streamed_steps.py '{"engine": "megatron", "model": DIR, ...}'``; see :func:`main`.
+``ranks.py`` calls :func:`main` on each rank.
 """
 
 import json
 import os
-import sys
 from functools import partial
 
 import torch
@@ -66,8 +65,6 @@ def main(engine, model, port, parts, cases, steps=10, tp=1, pp=1, options=None, 
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("cpu:gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    import verl  # noqa: F401  (loads the plugins)
-
     make = partial(build, engine, model, tp, pp, 3e-4, options)
     reported = [compare(make, steps, parts, dynamic, **case) for case in cases]
     if None not in reported:
@@ -96,7 +93,3 @@ def weights(engine):
 
 def farthest(one, other):
     return max((other[name] - tensor).abs().max().item() for name, tensor in one.items())
-
-
-if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))

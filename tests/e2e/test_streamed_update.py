@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from ranks import MODELS, run
 
-from tests.conftest import ONLY_SLOW
+from tests.conftest import ONLY_SLOW, examples
 
 pytestmark = pytest.mark.xdist_group("megatron_engine")
 
@@ -29,7 +29,7 @@ ENGINES = {
     "megatron-tp2": {"engine": "megatron", "tp": 2},
 }
 DAILY = ("megatron-pp2",)
-STEPS = 10  # the weights move far beyond rounding
+STEPS = examples(5, slow=10)  # the weights move far beyond rounding
 
 
 def steps(world, cases, **settings):
@@ -48,7 +48,7 @@ def assert_same(reported):
 
 
 @pytest.mark.parametrize("engine", [name if name in DAILY else pytest.param(name, marks=ONLY_SLOW) for name in ENGINES])
-def test_ten_updates_in_parts_are_those_of_the_whole(engine):
+def test_updates_in_parts_are_those_of_the_whole(engine):
     [reported] = steps(2, [TOKENS], **ENGINES[engine])
     assert_same(reported)
 
