@@ -23,9 +23,13 @@ if [ $# -gt 0 ] && [ "$*" != fast ]; then
 fi
 
 echo "verl-rhyme: linters"
+# Meanwhile the drafter's kernels are compiled, which both workers would compile at the same time in a fresh checkout.
+python -c "from verl_rhyme.drafting import adaptive; adaptive.warm()" &
+compiling=$!
 ruff check .
 ruff format --check .
 mypy
+wait "$compiling"
 shellcheck -x recipes/*.sh requirements/*.sh tests/*.sh .ci/run
 # Two workers; tests that share a process, a cluster, an engine or a run stay on one worker.
 together=(python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder)
