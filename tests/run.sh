@@ -46,4 +46,5 @@ fi
 # Training runs start first: they take 6 GB each and mostly wait for processes. Then the other long tests
 # (tests/e2e/conftest.py). Runs with several engines run alone, because they need the machine's memory.
 "${together[@]}" -m "not alone" tests/e2e
-exec python -m pytest -m alone tests/e2e
+mapfile -t files < <(grep -l mark.alone tests/e2e/test_*.py)
+exec python -m pytest -m alone "${files[@]}"
