@@ -159,7 +159,16 @@ class World:
 
     def _interrupt(self) -> None:
         for sample, left in self.engine.stop():
-            tokens = 0 if self.restarts else self.drawn[sample][0] - left
+            tokens = self.drawn[sample][0] - left
+            if tokens and self.rules.continues:  # in place
+                if self.restarts:
+                    self._forget(sample)
+                    self.first[sample] = self.scheduler.version + 1
+                    self._draw(sample)
+                    left = self.drawn[sample][0]
+                self.engine.add(self._place(sample), sample, left)
+                continue
+            tokens = 0 if self.restarts else tokens
             if not self.scheduler.interrupt(*sample, tokens, self.first[sample] if tokens else None) or not tokens:
                 self._forget(sample)
             else:
@@ -191,14 +200,19 @@ class World:
             self._end(ended)
 
     def _start(self, sample: _Sample) -> None:
+        self._draw(sample)
+        self.first.setdefault(sample, self.scheduler.version)
+        self.engine.add(self._place(sample), sample, self.drawn[sample][0] - self.made.get(sample, 0))
+
+    def _draw(self, sample: _Sample) -> None:
         uid, number = sample
         if sample not in self.drawn:
             self.drawn[sample] = self.prompts.first[int(uid)][number]
         elif self.fresh and sample not in self.made:
             self.drawn[sample] = self.prompts.draw(int(uid))
-        self.first.setdefault(sample, self.scheduler.version)
-        place = priority(self.rules, self.scheduler.ledger.prompt(uid))
-        self.engine.add(place, sample, self.drawn[sample][0] - self.made.get(sample, 0))
+
+    def _place(self, sample: _Sample) -> int:
+        return priority(self.rules, self.scheduler.ledger.prompt(sample[0]))
 
     def _end(self, sample: _Sample) -> None:
         uid, number = sample

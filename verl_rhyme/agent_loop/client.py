@@ -27,6 +27,7 @@ from verl_rhyme.placement.assignment import ANYWHERE
 from verl_rhyme.processes.deaths import is_death
 from verl_rhyme.processes.request import DIED, FIELD, RequestMeta
 from verl_rhyme.sampling.continuation import restart_options
+from verl_rhyme.scheduling.attempts import ABORTED
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ _TOKEN_BYTES = 4
 _NO_SERVERS = "No available servers in load balancer"
 #: Seconds before a request is sent again that was aborted, as in verl's client, or that found no server.
 _AGAIN_S = 1.0
+#: Seconds before a request is sent again that a server refused, or aborted before it had a token.
+_REFUSED_S = 0.1
 MOVED = "a replica died: %s continues on another with %d tokens of its turn; the work of %.1f s is lost (%s)"
 #: Error of a request that belongs to no sample.
 _NO_SESSION = (
@@ -46,6 +49,11 @@ _NO_SESSION = (
 
 #: Current call of a task; a session may have several tasks.
 _CALL: ContextVar[Call] = ContextVar("verl_rhyme_call")
+
+
+def current_call() -> Call | None:
+    """Return this task's latest call, which may have ended."""
+    return _CALL.get(None)
 
 
 class _Requests(LLMServerClient):
@@ -142,8 +150,9 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
     """A subclass of either of verl's clients. A call passes these layers:
 
     1. the prompt, whose key is the session's; the output gets the records of all its requests;
-    2. the turn of a sample that a coordinator started: it may continue an interrupted one, and an interruption ends the
-       attempt; else verl's resume loop, if the client resumes aborted requests;
+    2. the turn of a sample that a coordinator started: an aborted request continues in place, if its tokens may be of
+       several policy versions, else the abort ends the attempt; or verl's resume loop, if the client resumes aborted
+       requests;
     3. the request to one server, with its metadata; the server's record is kept.
 
     The state belongs to the task (:mod:`verl_rhyme.agent_loop.session`) and ends with it.
@@ -199,22 +208,22 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         call.turn = turn = session.begin_turn(key)
         call.noise = session.noise_of(turn)
         budget, options = self._budget(prompt_ids, sampling_params), restart_options(sampling_params)
-        if options and not turn.complete and 0 < len(turn.tokens) < budget:
-            _drop(turn, options)
-        call.earlier_text = turn.draft.tobytes()
-        left = budget - len(turn.tokens)
-        if left <= 0:
-            turn.complete, turn.stop_reason = True, "length"
-        output = TokenOutput(token_ids=[], stop_reason=turn.stop_reason)
+        output = TokenOutput(token_ids=[])
         params = {name: value for name, value in sampling_params.items() if name != "max_new_tokens"}
         while not turn.complete:
             if session.interrupted:  # in a parallel call
                 raise Interrupted
+            if len(turn.tokens) >= budget:
+                turn.complete, turn.stop_reason = True, "length"
+                break
+            if options and turn.tokens:
+                _drop(turn, options)
+            call.earlier_text = turn.draft.tobytes()
             output = await _Requests.generate(
                 self,
                 request_id,
                 prompt_ids=[*prompt_ids, *turn.tokens],
-                sampling_params={**params, "max_tokens": left},
+                sampling_params={**params, "max_tokens": budget - len(turn.tokens)},
                 priority=session.assignment.priority,
                 **media,
             )
@@ -222,12 +231,12 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
             try:
                 session.extend(turn, output.token_ids, output.log_probs, version, output.stop_reason)
             except Interrupted:
-                if turn.complete or not call.moving or len(turn.tokens) >= budget:
-                    raise  # else the request was aborted to continue on another replica
-                if options and turn.tokens:
-                    _drop(turn, options)
-                    call.earlier_text = turn.draft.tobytes()
-                left = budget - len(turn.tokens)
+                # An attempt without a token returns to the coordinator, and is none of the old policy.
+                if turn.complete or not (call.moving or (session.spans and session.tokens)):
+                    raise
+                if not output.token_ids:
+                    await asyncio.sleep(_REFUSED_S)
+        output.stop_reason = turn.stop_reason
         if len(turn.tokens) > len(output.token_ids):  # earlier requests generated some of them
             output.token_ids = turn.tokens.tolist()
             output.log_probs = None if turn.log_probs is None else turn.log_probs.tolist()
@@ -246,7 +255,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
             output = await _Requests.generate(self, request_id, prompt_ids=prompt_ids, **kwargs)
             version = output.extra_fields.get("global_steps")
             output.extra_fields |= {"min_global_steps": version, "max_global_steps": version}
-            if output.stop_reason not in ("aborted", "abort"):
+            if output.stop_reason not in ABORTED:
                 return output
             turn = Turn("", array("i", output.token_ids), draft=array("i", call.earlier_text))
             _drop(turn, restart_options(kwargs["sampling_params"]))

@@ -1,12 +1,13 @@
 """The session of a task: one attempt at a sample, the turns it inherits, and the turns it leaves.
 
 The agent loop worker sets it in a context variable of the task; the client reads it and keeps its state there, that of
-parallel calls in a :class:`Call` each. In preset ``histospec`` it has only the sample's number and request records. An
-interruption ends an attempt, wherever the agent loop is; the coordinator decides when the next one starts. A partial
-attempt replays the complete turns and continues the interrupted ones, each found by what it answers. Any other attempt
-starts over, and drafts from the turns of the attempt before. What a turn answers also makes its noise, so a regenerated
-turn draws with its noise again in whatever order the calls come. Of parallel calls that answer the same, the order
-decides.
+parallel calls in a :class:`Call` each. In preset ``histospec`` it has only the sample's number and request records.
+Where tokens may be of several policy versions, an attempt goes on at a new one: its aborted requests are sent again,
+and its tools run on. Where they may not, the abort ends the attempt, wherever the agent loop is, and the coordinator
+decides when the next one starts. After a failure or a resume of the run a partial attempt replays the complete turns
+and the answers of their tools, and continues the last turn, each found by what it answers. Any other attempt starts
+over, and drafts from the turns of the attempt before. What a turn answers also makes its noise, so a regenerated turn
+draws with its noise again in whatever order the calls come. Of parallel calls that answer the same, the order decides.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement.assignment import ANYWHERE, Assignment
 from verl_rhyme.processes.deadline import Deadline
 from verl_rhyme.sampling.noise import key_of
-from verl_rhyme.scheduling.attempts import Attempt, AttemptReport
+from verl_rhyme.scheduling.attempts import ABORTED, Attempt, AttemptReport
 
 #: TransferQueue partition with the reports and turns of attempts that were interrupted at a checkpoint.
 SESSIONS = "rhyme_sessions"
@@ -54,15 +55,17 @@ class Turn:
     number: int = 0  # of turns with the same prompt that began before it in the attempt
     # int32, text of earlier attempts or requests in the turn, to draft from; never changed in place
     draft: array[int] = field(default_factory=lambda: array("i"))
+    answers: dict[int, tuple[str, str]] = field(default_factory=dict)  # tool call and answer in JSON, in calling order
 
     def drop(self) -> None:
         """Begin the turn again: its tokens become the draft, with the rest of a longer one."""
         self.draft = self.tokens + self.draft[len(self.tokens) :]
         self.tokens, self.log_probs, self.first_version, self.version = array("i"), None, None, None
-        self.complete, self.stop_reason = False, None
+        self.complete, self.stop_reason, self.answers = False, None, {}
 
     def copy(self) -> Turn:
-        return replace(self, tokens=self.tokens[:], log_probs=None if self.log_probs is None else self.log_probs[:])
+        log_probs = None if self.log_probs is None else self.log_probs[:]
+        return replace(self, tokens=self.tokens[:], log_probs=log_probs, answers=dict(self.answers))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the stored form, with bytes in place of arrays, because thousands of attempts end at once."""
@@ -102,6 +105,7 @@ class Call:
     noise: str = ""  # key in hex of the noise that draws its tokens; empty for separate noise per request
     earlier_text: bytes = b""  # int32, what an earlier attempt or request generated in the turn, to draft from
     moving: bool = False  # its request was aborted to continue on another replica
+    tools: int = 0  # number of tools called since its turn
     server: str | None = None  # address; None before the router chose one
     handle: Any = None  # of the server
     request: str | None = None  # id on the server; None before it is sent
@@ -240,7 +244,7 @@ class Session:
                 turn.log_probs.extend(log_probs)
             turn.tokens.extend(tokens)
         turn.stop_reason = stop_reason
-        turn.complete = stop_reason not in ("abort", "aborted")
+        turn.complete = stop_reason not in ABORTED
         if not turn.complete:
             raise Interrupted
         turns = [turn for turn in self.turns if turn.tokens]

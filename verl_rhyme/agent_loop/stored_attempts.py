@@ -1,4 +1,4 @@
-"""What attempts leave: interrupted turns in their workers and at checkpoints in TransferQueue, trajectories there."""
+"""What attempts leave: turns in their workers and at checkpoints in TransferQueue, trajectories there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import logging
 from array import array
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,7 +34,8 @@ class KeptTurns:
     """Turns of interrupted and failed attempts, kept by the agent loop worker that ran them and runs the next attempt.
 
     At 32,000 running samples of 16,000 tokens, TransferQueue would otherwise carry 4 GB both ways with each policy
-    version. It gets them for a checkpoint alone (:meth:`store`). If the worker dies, the samples start over.
+    version. It gets them for a checkpoint alone (:meth:`store`), with those of running attempts. If the worker dies,
+    the samples start over.
     """
 
     def __init__(self) -> None:
@@ -59,23 +60,20 @@ class KeptTurns:
             self._kept.pop(attempt, None)
             self._stored.discard(attempt)
 
-    async def store(self) -> None:
-        """Store all turns in TransferQueue as well, for a checkpoint. The coordinator deletes no entries meanwhile:
-        TransferQueue would write into those of others."""
+    async def store(self, running: Iterator[tuple[AttemptReport, list[Turn]]]) -> None:
+        """Store all turns in TransferQueue as well, for a checkpoint, and those of ``running`` attempts as they are
+        then. The coordinator deletes no entries meanwhile: TransferQueue would write into those of others."""
         missing = [attempt for attempt in self._kept if attempt not in self._stored]
-        for start in range(0, len(missing), _STORED_TOGETHER):
-            part = [attempt for attempt in missing[start : start + _STORED_TOGETHER] if attempt in self._kept]
-            rows = [
-                {"report": report.to_dict(), "turns": [turn.to_dict() for turn in turns]}
-                for report, turns in map(self._kept.__getitem__, part)
-            ]
-            if rows:
-                await tq.async_kv_batch_put(
-                    keys=[attempt.name for attempt in part],
-                    partition_id=SESSIONS,
-                    fields=list_of_dict_to_tensordict(rows),
-                )
-                self._stored.update(self._kept.keys() & part)
+        entries = itertools.chain((self._kept[attempt] for attempt in missing if attempt in self._kept), running)
+        while part := list(itertools.islice(entries, _STORED_TOGETHER)):
+            rows = [{"report": report.to_dict(), "turns": [turn.to_dict() for turn in turns]} for report, turns in part]
+            attempts = [report.attempt for report, _ in part]
+            await tq.async_kv_batch_put(
+                keys=[attempt.name for attempt in attempts],
+                partition_id=SESSIONS,
+                fields=list_of_dict_to_tensordict(rows),
+            )
+            self._stored.update(self._kept.keys() & attempts)
 
 
 def attempt_of(key: str) -> Attempt | None:

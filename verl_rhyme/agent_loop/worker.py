@@ -23,6 +23,7 @@ from verl.utils import tensordict_utils as tu
 from verl_rhyme.agent_loop.reports import NotReported, Reports
 from verl_rhyme.agent_loop.session import PROMPTS, STARTS, Interrupted, Session, current, set_current
 from verl_rhyme.agent_loop.stored_attempts import REPORT, KeptTurns, Left, fetch_finished_turns, fetch_turns
+from verl_rhyme.agent_loop.tools import answer_once
 from verl_rhyme.agent_loop.validation import Validation
 from verl_rhyme.config import config_tree
 from verl_rhyme.history.keys import data_key, template_label
@@ -104,6 +105,7 @@ class SessionAgentLoopWorker(_RhymeWorker):
         super().__init__(*args, **kwargs)
         add_log_handler()
         gc.freeze()  # as in Coordinator
+        self.tools: list[Any] = answer_once(self.tools)
         self._seed = int(self.config.actor_rollout_ref.rollout.get("seed", 0) or 0)
         filtering = self.config.algorithm.get("filter_groups", None) or {}
         self._filter_metric = filtering.get("metric") if filtering.get("enable") else None
@@ -138,7 +140,9 @@ class SessionAgentLoopWorker(_RhymeWorker):
         self._kept.forget(attempts)
 
     async def store_turns(self) -> None:
-        await self._kept.store()
+        sessions = (session for attempt in list(self._sessions) if (session := self._sessions.get(attempt)))
+        running = ((_report_of(session, "interrupted"), session.carried_over) for session in sessions if session.tokens)
+        await self._kept.store(running)
 
     async def start_attempts(self, starts: list[Start], step: int) -> None:
         """Start samples in the training step ``step``, without waiting for their ends."""

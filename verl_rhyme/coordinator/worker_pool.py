@@ -102,13 +102,13 @@ class WorkerPool:
             self._kept.pop(attempt, None)
 
     async def store_turns(self) -> None:
-        """Let the workers store in TransferQueue the turns that they keep (``KeptTurns.store``). A worker that hangs is
+        """Let the workers store in TransferQueue the turns that they have (``KeptTurns.store``). A worker that hangs is
         killed (:meth:`watch`): none writes any more when this returns."""
-        stored = [worker.store_turns.remote() for worker in {*self._kept.values()}]
+        stored = [worker.store_turns.remote() for worker in self._about]
         for answer in await asyncio.gather(*stored, return_exceptions=True):
             if isinstance(answer, BaseException):
                 logger.warning(
-                    "an agent loop worker did not store interrupted responses for the checkpoint (%r): a run that "
+                    "an agent loop worker did not store unfinished responses for the checkpoint (%r): a run that "
                     "resumes from it regenerates them",
                     answer,
                 )

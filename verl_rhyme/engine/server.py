@@ -54,6 +54,7 @@ class _Request:
     """A request that runs."""
 
     name: str  # of the coordinator's attempt, or empty
+    earlier_tokens: int  # of the attempt's response, before this request
     version: int | None  # of the policy, when the engine received it
     output: Any = None  # vLLM's latest
     engine_died: bool = False  # after it had generated tokens
@@ -253,14 +254,15 @@ class RhymeHttpServer(vLLMHttpServer):
         return one * config.parallel_config.data_parallel_size
 
     async def progress(self, names: list[str]) -> dict[str, int]:
-        """Return the response tokens so far of these attempts' requests that run here."""
+        """Return the response tokens so far of these attempts that have a request here, with those of earlier turns."""
         processor, wanted = self.engine.output_processor, set(names)
         made: dict[str, int] = {}
         for request_id, request in self._requests.items():
             for internal in processor.external_req_ids.get(request_id, ()) if request.name in wanted else ():
                 detokenizer = processor.request_states[internal].detokenizer
                 tokens = 0 if detokenizer is None else detokenizer.num_output_tokens()
-                made[request.name] = made.get(request.name, 0) + tokens
+                # Requests in parallel count each other's tokens only from their own start.
+                made[request.name] = max(made.get(request.name, 0), request.earlier_tokens) + tokens
         return made
 
     # ---- weights ----
@@ -306,7 +308,7 @@ class RhymeHttpServer(vLLMHttpServer):
         if not await self._gate.enter(request_id, meta.assignment.oldest_version):
             fields = {"global_steps": self.global_steps, FIELD: []}
             return TokenOutput(token_ids=[], log_probs=None, stop_reason="aborted", extra_fields=fields)
-        request = self._requests[request_id] = _Request(meta.name, self.global_steps)
+        request = self._requests[request_id] = _Request(meta.name, meta.earlier_tokens, self.global_steps)
         if self._rhyme.drafting.enable:
             key = bytes.fromhex(meta.key) if meta.key else prompt_key(prompt_ids)
             meta.history_requested_ns = self._histories.ask(key)

@@ -19,14 +19,14 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
     The ledger must not change meanwhile. The oldest batch comes first. Within it, prompts with the longest expected
     responses come first (unknown lengths count as long), prompt by prompt, so that groups complete. Within a prompt,
     samples that were longest at their interruption come first. ``training`` lasts from the collection of a batch to its
-    policy; no prompt starts then, since it would be one version more stale. Samples that span versions must fit into
-    the batches of all training steps that may train them: no more prompts start (AReaL's bound, arXiv:2505.24298).
-    Exempt are prompts of the next batch, which can be pending after a loss.
+    policy; no prompt starts then, since it would be one version more stale. Samples that continue on separate engines
+    must fit into the batches of all training steps that may train them: no more prompts start (AReaL's bound,
+    arXiv:2505.24298). Exempt are prompts of the next batch, which can be pending after a loss.
     """
     if training and rules.max_staleness == 0:
         return
     tally, room, seen = ledger.tally, float("inf"), set[int]()
-    if rules.spans_versions and rules.max_staleness > 0:
+    if rules.separate and rules.continues and rules.max_staleness > 0:
         room = (rules.max_staleness + 1 - training) * rules.batch_samples - tally.begun
     if training and not rules.start_early:
         room = 0

@@ -17,6 +17,9 @@ Record = dict[str, Any]
 #: raised; ``lost``: it could not start.
 Status = Literal["generated", "finished", "interrupted", "failed", "lost"]
 
+#: verl's stop reasons of a request that was aborted.
+ABORTED = ("abort", "aborted")
+
 #: Multiplier of the attempt in verl's session number (an int in a trajectory's key); the rest is the sample's number.
 _SAMPLES = 1 << 16
 

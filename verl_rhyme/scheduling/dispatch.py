@@ -155,15 +155,16 @@ class Dispatch:
         return found
 
     def moves(self, emitted: Mapping[Attempt, int]) -> list[Move]:
-        """Return the moves of attempts to other replicas, by the tokens that each generated on its current one."""
+        """Return the moves of attempts to other replicas, by the response tokens that each has so far."""
         if self.placement is None:
             return []
         running = {attempt.sample: tokens for attempt, tokens in emitted.items() if self._runs(attempt)}
-        had = [self._placed[_id(sample)].start_tokens + made for sample, made in running.items()]
-        forecasts = self._forecast(list(running), had)
+        forecasts = self._forecast(list(running), list(running.values()))
         progress = {
-            _id(sample): Progress(made, *(_left(each, tokens) for each in forecast))
-            for (sample, made), tokens, forecast in zip(running.items(), had, forecasts, strict=True)
+            _id(sample): Progress(
+                max(0, tokens - self._placed[_id(sample)].start_tokens), *(_left(each, tokens) for each in forecast)
+            )
+            for (sample, tokens), forecast in zip(running.items(), forecasts, strict=True)
         }
         moves = []
         for move in self.placement.moves(progress):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from verl_rhyme.scheduling.attempts import Attempt, AttemptReport, Record, Start
+from verl_rhyme.scheduling.attempts import ABORTED, Attempt, AttemptReport, Record, Start
 from verl_rhyme.scheduling.batch import Batch, StepCounts
 from verl_rhyme.scheduling.content import QueueContent
 from verl_rhyme.scheduling.dispatch import Dispatch
@@ -166,6 +166,7 @@ class Rollout:
         elif sample.state == "running":
             new = self.content.replace(report)
             if status == "generated":
+                self.scheduler.step.interrupted += sum(record.get("stop_reason") in ABORTED for record in new)
                 self._generated(report)
             elif not self.scheduler.interrupt(*attempt.sample, report.tokens, report.first_version):
                 self.content.waste(attempt.sample)
@@ -205,8 +206,8 @@ class Rollout:
         return lost
 
     def abandon_running(self) -> list[Attempt]:
-        """Abandon and return the attempts that have not reported although the engines are stopped."""
-        running = self.attempts(("running",)) if self.rules.stops else []
+        """Abandon and return attempts that have not reported although engines are stopped, if they cannot continue."""
+        running = self.attempts(("running",)) if self.rules.stops and not self.rules.continues else []
         for attempt in running:
             self.scheduler.abandon(*attempt.sample)
         self._abandoned += running

@@ -23,7 +23,7 @@ Take = Literal["finished", "loaded"]
 #: arXiv:2603.23414, section 3).
 Refill = Literal["always", "when_empty"]
 
-#: Treatment of a running response at a new version. ``continue``: it is interrupted and continues from its tokens.
+#: Treatment of a running response at a new version. ``continue``: its request is aborted and continues from its tokens.
 #: ``finish``: its replica takes the version after it has finished. ``regenerate``: it is interrupted and regenerated,
 #: with its text at most as a draft; so is, if this is set, a sample that fails under one version.
 AtVersion = Literal["continue", "finish", "regenerate"]
@@ -34,8 +34,8 @@ LOADED_BATCHES = 3.0
 #: Tail batching (RollPacker, NSDI'26): batches in flight.
 TAIL_BATCHES = 1.125
 
-#: Seconds for which stopped engines wait for samples that are busy elsewhere (a tool, a judge), and for which an update
-#: batch waits for rewards.
+#: Seconds for which an update batch waits for rewards, and on-policy for the ends of samples that are busy elsewhere (a
+#: tool).
 STOP_WAIT_S = 30.0
 
 
@@ -155,7 +155,7 @@ class Rules:
 
     @property
     def continues(self) -> bool:
-        """An interrupted sample continues from its tokens, whatever interrupted it."""
+        """A running sample continues from its tokens under a new policy; until then its staleness is tracked."""
         return self.version_rule != "regenerate"
 
     @property
@@ -170,13 +170,9 @@ class Rules:
 
     @property
     def stops(self) -> bool:
-        """Engines stop when a batch is collected; running samples finish or are given up before."""
+        """Engines stop when a batch is collected; running samples wait for their return, or end where they cannot
+        continue."""
         return not self.separate or (self.max_staleness == 0 and not self.finishes)
-
-    @property
-    def spans_versions(self) -> bool:
-        """Running samples may have trained tokens of earlier policies; their staleness is tracked while they run."""
-        return self.finishes or (self.separate and self.continues)
 
     @property
     def starts_through_training(self) -> bool:

@@ -13,7 +13,7 @@ Invariants with the default rules (:mod:`verl_rhyme.scheduling.rules` defines th
 On-policy, more than one batch may start too; samples that a training step leaves out are regenerated. Their prompts may
 be put off (:mod:`.tail_batching`).
 
-An attempt can be lost with its worker or its report. It can also be busy outside the engine (a tool, a judge) when the
+An attempt can be lost with its worker or its report. On-policy it can also be busy outside the engine (a tool) when the
 engine stops. The scheduler abandons an attempt that no process runs any more, or that has kept the others waiting for
 too long. The sample then starts again as a new attempt. So does a failed one, later (:mod:`.retries`).
 
@@ -116,7 +116,7 @@ class Scheduler:
         for uid, number in started:
             sample = self.ledger.move(uid, number, "running")
             sample.attempt = max(sample.attempt + 1, self.first_attempt)
-            if self.rules.spans_versions:  # else its one version is reported with it
+            if self.rules.continues:  # else its one version is reported with it
                 sample.run_from(self.version)
         return started
 
@@ -211,13 +211,13 @@ class Scheduler:
         """Return whether everything that the batch waits for has arrived.
 
         ``stopped_s`` are seconds since the engines were stopped, or (engines that run on) since the batch was full.
-        Until :data:`~.rules.STOP_WAIT_S` the scheduler waits for attempts that may still request tokens of stopped
-        engines, and for rewards of the coming batch; other rewards change nothing. A response with a slow reward is not
+        Until :data:`~.rules.STOP_WAIT_S` the scheduler waits for rewards of the coming batch, and on-policy for the
+        ends of attempts that the stop interrupts; other rewards change nothing. A response with a slow reward is not
         replaced by a later one; otherwise, on-policy, slowly judged responses would be regenerated.
         """
         if stopped_s >= STOP_WAIT_S:
             return True
-        if self.rules.stops and self.running:
+        if self.rules.stops and not self.rules.continues and self.running:
             return False
         if not self.has_batch():  # no reward can change that
             return True
@@ -330,7 +330,7 @@ class Scheduler:
             first_version = None  # its text is a draft
         sample = self.ledger.move(uid, number, state, restored=True)
         sample.attempt, sample.tokens, sample.first_version = attempt, tokens, first_version
-        if state == "running" and self.rules.spans_versions:
+        if state == "running" and self.rules.continues:
             sample.run_from(self.version)
         return continues if state == "pending" else not self._regenerate_stale(uid, number)
 

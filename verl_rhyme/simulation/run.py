@@ -230,7 +230,7 @@ class Simulation:
         for attempt in (attempt for attempts in watched.values() for attempt in attempts):
             sample = self._under_way[attempt]
             if attempt not in self._gates.get(sample.replica, ()):
-                emitted[attempt] = int(engines[sample.replica].progress(attempt, now) - sample.kept)
+                emitted[attempt] = int(engines[sample.replica].progress(attempt, now))
         for move in self.dispatch.moves(emitted):
             sample = self._under_way[move.id]
             request, had = engines[sample.replica].withdraw(move.id, now)

@@ -33,15 +33,15 @@ class Topology:
 
     def prepare(self, rules: Rules) -> None:
         """Prepare for training under these rules."""
+        self._holds = rules.continues
 
     def idle_replicas(self) -> list[Any]:
         """Return the replicas that are launched and do not serve."""
         return []
 
     def stop(self) -> None:
-        """Interrupt running requests, and reject new ones."""
-        # Reject, not only hold: a held attempt would delay the step, or continue under the next policy.
-        self._engines.abort_replicas(reject_request=True)
+        """Abort running requests. New ones wait for :meth:`resume` if samples may continue, else they are rejected."""
+        self._engines.abort_replicas(reject_request=not self._holds)
 
     def resume(self) -> None:
         """Undo :meth:`stop`; the policy is unchanged."""
@@ -95,6 +95,7 @@ class Separate(Topology):
         return SpareReplicas(self._trainer.standalone_server_manager, self._engines, self._lost_after)
 
     def prepare(self, rules: Rules) -> None:
+        super().prepare(rules)
         if rules.one_by_one:
             self._engines.waits, self._engines.patient = False, rules.finishes
 

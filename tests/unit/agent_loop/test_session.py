@@ -1,7 +1,8 @@
-"""Samples across interruptions, with the real clients and an engine that stops on command."""
+"""Samples over policy versions, with the real clients and an engine that stops on command."""
 
 import asyncio
 import contextlib
+import itertools
 from array import array
 from types import SimpleNamespace
 
@@ -10,63 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_queue.utils import serial_utils
-from verl.workers.rollout.llm_server import LLMServerClient
-from verl.workers.rollout.replica import TokenOutput
 
+from tests.unit.agent_loop.engines import BUDGET, PROMPT, Client, again, sample
+from verl_rhyme.agent_loop import client as clients
 from verl_rhyme.agent_loop import session as sessions
-from verl_rhyme.agent_loop.client import RhymeLLMServerClient
 from verl_rhyme.agent_loop.session import Interrupted, Session, Turn
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.processes.deadline import Deadline
-from verl_rhyme.processes.request import DIED, FIELD, RequestMeta
-from verl_rhyme.scheduling.attempts import Attempt
-
-PROMPT, BUDGET = [1, 2, 3], 20
-
-
-class Engine(LLMServerClient):
-    """Generates ``text`` after the prompt, one number per token, and is stopped after each of ``stops`` tokens."""
-
-    stops, version, length, requests, answers_later, dies = (), 0, None, (), False, False
-
-    async def generate(self, request_id, *, prompt_ids, sampling_params, rhyme, **kwargs):
-        meta = RequestMeta(**rhyme)
-        assert "extra_args" not in sampling_params
-        self.requests.append((list(prompt_ids), sampling_params["max_tokens"], meta, kwargs))
-        if self.answers_later:
-            await asyncio.sleep(0)
-        said = len(prompt_ids) - len(PROMPT)
-        left = min(sampling_params["max_tokens"], (self.length or 10**6) - said)
-        made = min(self.stops.pop(0), left) if self.stops else left
-        tokens = [100 + said + i for i in range(made)]
-        record = {
-            "id": len(self.requests),
-            "sample": meta.sample,
-            "request": meta.request,
-            "prompt_key": meta.key,
-            "response_tokens": made,
-        }
-        died = {DIED: True} if self.dies and made < left else {}
-        return TokenOutput(
-            token_ids=tokens,
-            log_probs=[-0.01 * (self.version + 1)] * made,
-            stop_reason="completed" if made == left else "aborted",
-            extra_fields={"global_steps": self.version, FIELD: [record], **died},
-        )
-
-
-class Client(RhymeLLMServerClient, Engine):
-    def __init__(self, stops=(), version=0, length=None, dies=False, **kwargs):
-        rollout = SimpleNamespace(response_length=BUDGET, prompt_length=8)
-        config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
-        super().__init__(config, **{"interruptible": True, **kwargs})
-        self.stops, self.version, self.length, self.dies, self.requests = list(stops), version, length, dies, []
-
-
-def sample(partial, **more):
-    """Return an attempt that a coordinator started."""
-    return Session(partial, attempt=Attempt("uid", 0), **more)
+from verl_rhyme.processes.request import DIED, FIELD
 
 
 def drafts(client):
@@ -75,48 +28,46 @@ def drafts(client):
 
 
 def attempt(client, session, prompt=PROMPT, params=None, **media):
-    """Return the output of one turn; ``None`` if it was interrupted."""
+    """Return the output of one turn; ``None`` if it was interrupted or failed."""
 
     async def run():
         if session is not None:
             sessions.set_current(session)
         try:
             return await client.generate("r", prompt_ids=prompt, sampling_params=params or {}, **media)
-        except Interrupted:
+        except (Interrupted, ValueError):
             return None
 
     return asyncio.run(run())
 
 
-def again(session, partial):
-    """Return the next attempt, from the stored turns of the last one."""
-    after = sample(partial)
-    after.inherit([Turn.from_dict(turn.to_dict()) for turn in session.carried_over], session.records, partial)
-    return after
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(clients, "_REFUSED_S", 0.0)
 
 
 @settings(max_examples=150)
-@given(st.lists(st.integers(0, BUDGET), max_size=6), st.integers(1, 2 * BUDGET))
-def test_resumed_response_keeps_its_budget_and_log_probs(stops, length):
-    session, output, client = sample(partial=True), None, Client(stops, length=length)
-    made = []  # (version, tokens) of each attempt
-    for version in range(len(stops) + 1):
-        client.version = version
-        before = session.tokens
-        output = attempt(client, session)
-        made.append((version, session.tokens - before))
-        if output is not None:
-            break
+@given(st.lists(st.integers(-1, BUDGET), max_size=8), st.integers(1, 2 * BUDGET))
+def test_response_over_versions_keeps_its_budget_and_log_probs(stops, length):
+    """It continues in place. Another attempt follows a failure, or a stop before the first token, from stored turns."""
+    session, client = sample(partial=True), Client(stops, length=length)
+    client.publishes = True
+    while (output := attempt(client, session)) is None:
+        stop = stops[len(client.requests) - 1]
+        assert stop == -1 or session.tokens == stop == 0
         session = again(session, partial=True)
-        versions = [version for version, tokens in made if tokens]
-        assert session.first_version == (versions[0] if versions else None), "before its turns begin again"
+    said, version, expected = 0, 0, []
+    for (prompt, budget, meta, _), stop in itertools.zip_longest(client.requests, stops[: len(client.requests)]):
+        assert meta.resumed_tokens == len(prompt) - len(PROMPT) == said == BUDGET - budget
+        left = min(BUDGET, length) - said
+        made = left if stop is None else max(0, min(stop, left))
+        said, expected = said + made, expected + [version] * made
+        version += stop != -1
     assert output.token_ids == [100 + i for i in range(min(BUDGET, length))]
-    expected = [-0.01 * (version + 1) for version, tokens in made for _ in range(tokens)]
-    assert output.log_probs == pytest.approx(expected)
-    assert output.extra_fields["min_global_steps"] == next(version for version, tokens in made if tokens)
-    assert output.extra_fields["max_global_steps"] == next(v for v, tokens in reversed(made) if tokens)
-    for prompt, budget, meta, _ in client.requests:
-        assert meta.resumed_tokens == len(prompt) - len(PROMPT) == BUDGET - budget
+    assert [round(-100 * p) - 1 for p in output.log_probs] == expected
+    assert output.extra_fields["min_global_steps"] == session.first_version == expected[0]
+    assert output.extra_fields["max_global_steps"] == session.version == expected[-1]
+    assert output.stop_reason in ("completed", "length")
     assert sum(record["response_tokens"] for record in output.extra_fields[FIELD]) == len(output.token_ids)
 
 
@@ -186,14 +137,14 @@ def turns(client, session, answers):
             first = await client.generate("r", prompt_ids=PROMPT, sampling_params={"max_tokens": 4})
             rest = [*PROMPT, *first.token_ids, answers]
             return first, await client.generate("r", prompt_ids=rest, sampling_params={"max_tokens": 4})
-        except Interrupted:
+        except (Interrupted, ValueError):
             return None
 
     return asyncio.run(run())
 
 
 def test_changed_tool_answer_discards_later_turns():
-    client, session = Client([99, 2]), sample(partial=True)
+    client, session = Client([99, 2, -1]), sample(partial=True)
     assert turns(client, session, 50) is None
     session = again(session, partial=True)
     _, second = turns(client, session, 51)
@@ -228,11 +179,11 @@ def test_turn_is_continued_for_equal_inputs_only(inputs, same, complete):
                 "r", prompt_ids=PROMPT, sampling_params={"max_tokens": 9, **(params or {})}, **more
             )
             await client.generate("r", prompt_ids=[9], sampling_params={}, **more)
-        except Interrupted:
+        except ValueError:
             return None
         return output
 
-    client, session = Client([9, 2] if complete else [5]), sample(partial=True)
+    client, session = Client([9, -1] if complete else [5, -1]), sample(partial=True)
     assert asyncio.run(loop()) is None
     requests, session = len(client.requests), again(session, partial=True)
     client.stops, client.version = [99, 99], 1
@@ -268,18 +219,18 @@ def parallel(client, session, order, one_conversation=False):
             for n in order
         ]
         outputs = await asyncio.gather(*calls, return_exceptions=True)
-        return {n: out.token_ids for n, out in zip(order, outputs, strict=True) if not isinstance(out, Interrupted)}
+        return {n: getattr(out, "token_ids", out) for n, out in zip(order, outputs, strict=True)}
 
     return asyncio.run(run())
 
 
 def test_parallel_turns_continue_in_any_order():
-    client, session = Client([2, 3, 4]), sample(partial=True)
-    assert parallel(client, session, [0, 1, 2]) == {}
+    client, session = Client([2, 3, 4, -1, -1, -1]), sample(partial=True)
+    assert set(map(type, parallel(client, session, [0, 1, 2]).values())) == {ValueError}
     session = again(session, partial=True)
     texts = parallel(client, session, [2, 0, 1])
     assert texts == {n: [*range(100 + n, 106 + n)] for n in range(3)}
-    assert [len(prompt) for prompt, *_ in client.requests[3:]] == [5 + 4, 3 + 2, 4 + 3], "each its own tokens"
+    assert [len(prompt) for prompt, *_ in client.requests[6:]] == [5 + 4, 3 + 2, 4 + 3], "each its own tokens"
 
 
 def many_calls(client, session, order):
@@ -394,14 +345,13 @@ PENALTY = {"presence_penalty": 0.5}
 
 
 def test_response_with_unresumable_options_starts_over_and_drafts_its_text():
-    """In the next attempt, and after a move; no token of the first policy is in the response."""
-    client, session = Client([7]), sample(partial=True)
+    """In place, and in the next attempt; no token of the first policy is in the response."""
+    client, session = Client([7, -1]), sample(partial=True)
     assert attempt(client, session, params=PENALTY) is None
     client.version, client.stops, session = 1, [3], again(session, partial=True)
-    moving(session)
     output = attempt(client, session, params=PENALTY)
-    assert [(prompt, budget) for prompt, budget, *_ in client.requests] == [(PROMPT, BUDGET)] * 3
-    assert drafts(client) == [[], [*range(100, 107)], [*range(100, 107)]], "the longer text is the better draft"
+    assert [(prompt, budget) for prompt, budget, *_ in client.requests] == [(PROMPT, BUDGET)] * 4
+    assert drafts(client) == [[], *[[*range(100, 107)]] * 3], "the longer text is the better draft"
     assert output.token_ids == [*range(100, 120)]
     assert output.extra_fields["min_global_steps"] == 1
     assert len(output.log_probs) == 20
@@ -431,7 +381,7 @@ def test_interruption_returned_as_a_value_ends_the_attempt():
         assert [type(value) for value in values] == [Interrupted, Interrupted]
         await client.generate("r2", prompt_ids=PROMPT, sampling_params={})
 
-    client, session = Client([2, 2]), sample(partial=True)
+    client, session = Client([2, 2]), sample(partial=False)
     with pytest.raises(Interrupted):
         asyncio.run(loop())
     assert len(client.requests) == 1, "none of an attempt that has ended"

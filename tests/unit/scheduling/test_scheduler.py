@@ -44,7 +44,7 @@ def test_of_finished_groups_the_first_loaded_are_trained_sorted_by_length():
     assert batch.lengths == [20, 30]
 
 
-@pytest.mark.parametrize(("bound", "stale"), [(0, [("p2", 0), ("p2", 1)]), (1, [])])
+@pytest.mark.parametrize(("bound", "stale"), [(0, [("p2", 0), ("p2", 1)]), (2, [])])
 def test_surplus_is_stale_on_policy_and_else_kept(bound, stale):
     built = scheduler(max_staleness=bound)
     finish(built, "p0", 30, 30)

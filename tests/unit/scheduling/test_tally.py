@@ -33,7 +33,7 @@ class Plain:
         if self.training and rules.max_staleness == 0:
             return []
         room = float("inf")
-        if rules.spans_versions and rules.max_staleness:
+        if rules.separate and rules.continues and rules.max_staleness:
             begun = [p for p in self.prompts if self.begun(p)]
             room = (rules.max_staleness + 1 - self.training) * rules.batch_samples
             room -= sum(s.state != "trained" for p in begun for s in p.samples)

@@ -5,6 +5,7 @@ import random
 
 from hypothesis import strategies as st
 
+from verl_rhyme.scheduling.admission import startable
 from verl_rhyme.scheduling.rules import STOP_WAIT_S, Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
 
@@ -173,10 +174,7 @@ class World:
 
 
 class Separate(World):
-    """Separate engines: new weights interrupt running attempts, whose reports take time.
-
-    Some attempts are busy elsewhere then (a tool) and continue under the new weights.
-    """
+    """Separate engines: running attempts go on under new weights, or are interrupted by them. Reports take time."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -201,7 +199,8 @@ class Separate(World):
         if self.weights == self.scheduler.version:
             self.weights += 1
             self.replicas = [self.weights] * len(self.replicas)
-            cut = [sample for sample in self.running if self.random.random() < 0.8]
+            share = 0.1 if self.rules.continues else 0.8  # the others fail, or are busy elsewhere
+            cut = [sample for sample in self.running if self.random.random() < share]
             self.cut += cut
             self.running = [sample for sample in self.running if sample not in cut]
             if self.random.random() < 0.5:
@@ -220,6 +219,7 @@ class Separate(World):
 
 class Stopping:
     """Engines that stop while the policy is trained, around a scheduler; ``text`` holds the version of every token.
+    Running samples wait, where they may continue under the next policy.
 
     ``mishaps``: share of rewards that fail. ``losses``: share of events at which an attempt is lost with its tokens, of
     aborts that an attempt misses, and of rewards that take longer than the engines wait.
@@ -241,6 +241,7 @@ class Stopping:
         for sample in scheduler.begin(self.version, batches_left):
             self.text[sample] = []
         self.unrewarded = [sample for sample in self.unrewarded if self.state(sample) == "generated"]
+        self.running = [sample for sample in self.running if self.state(sample) == "running"]
         self.fill()
         rewarded = False
         while True:
@@ -254,11 +255,12 @@ class Stopping:
             while self.unrewarded and self.random.random() >= self.losses:
                 self.reward()
             self.check_settled()
-            for sample in self.running:
-                scheduler.abandon(*sample)
-                assert self.state(sample) in ("pending", None)
-                self.text[sample] = self.text[sample][: self.kept[sample]]
-            self.running = []
+            if not self.rules.continues:
+                for sample in self.running:
+                    scheduler.abandon(*sample)
+                    assert self.state(sample) in ("pending", None)
+                    self.text[sample] = self.text[sample][: self.kept[sample]]
+                self.running = []
             if scheduler.ready():
                 break
             rewarded = True
@@ -273,7 +275,7 @@ class Stopping:
         scheduler = self.scheduler
         assert scheduler.has_settled(STOP_WAIT_S)
         settled = scheduler.has_settled(0.0)
-        if self.running:
+        if self.running and not self.rules.continues:
             assert not settled
             return
         late = list(self.unrewarded)
@@ -302,7 +304,7 @@ class Stopping:
                     self.scheduler.expect(f"p{self.loads}", self.random.randint(1, LONGEST))
                 self.loads += 1
         started = self.scheduler.dispatch(self.limit, self.min_starts)
-        left = any(not prompt.put_off for prompt, _, _ in self.scheduler.ledger.samples("pending"))
+        left = any(startable(self.rules, self.scheduler.ledger, training=False))
         assert not started or len(started) >= self.min_starts or not left, "a message for less than a min_starts"
         for sample in started:
             if not self.text.get(sample):
@@ -345,7 +347,7 @@ class Stopping:
             self.running.remove(sample)
             self.scheduler.generate(uid, number, len(text), min(text))
             self.unrewarded.append(sample)
-        elif stop:
+        elif stop and not self.rules.continues:
             self.running.remove(sample)
             if not self.scheduler.interrupt(uid, number, len(text), min(text, default=None)):
                 text.clear()
