@@ -23,6 +23,7 @@ class Topology:
     """Interface between a trainer of verl and its engines. It decides nothing; the coordinator does."""
 
     _engines: Any  # verl's checkpoint manager, which syncs, stops and resumes the engines
+    _holds = False  # whether requests wait while engines are stopped; else they are rejected
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import random
 from array import array
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -17,6 +18,7 @@ from unittest.mock import Mock
 import torch
 from ray.exceptions import RayActorError
 from tensordict import TensorDict
+from verl.tools.function_tool import FunctionTool
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
@@ -27,6 +29,7 @@ from verl_rhyme.agent_loop import worker as worker_module
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS, STARTS, current
 from verl_rhyme.agent_loop.stored_attempts import TRAIN, KeptTurns
+from verl_rhyme.agent_loop.tools import answer_once
 from verl_rhyme.config import ElasticConfig, RhymeConfig
 from verl_rhyme.coordinator import coordinator, worker_pool
 from verl_rhyme.coordinator.coordinator import Coordinator
@@ -120,6 +123,7 @@ class World:
         self.kills_left, self.deaths, self.died_at = kills, [], {}
         self.salt = self.random.getrandbits(60)
         self.tokens = []  # ((uid, sample, turn, place), policy version) of each generated one
+        self.tools = Counter()  # calls, by (uid, sample, turn)
         self.checkpoint = 0, None, None, {}, 0, 0  # as save() makes it; trained: (row, number) -> step
         self.runs = self.reopened = self.parts = self.rested = self.returned = 0
         self.uids, self.index = {}, {}  # of this lineage: row of the data -> uid, and the reverse
@@ -197,6 +201,7 @@ class World:
         self.spares = WorldReplicas(self)
         self.spares._set(self.rollout_replicas)
         self.topology = (topology.Separate if self.separate else topology.Colocated)(self)
+        self.topology.prepare(self.rules)
         self.driver = Driver(self.setting, self.load, self.make_workers, self.take_over)
         self.dropped = []  # keys that the recorder has not cleared yet
         self.driver.open(self.make_workers(), state, step, STEPS - step)
@@ -380,6 +385,10 @@ class World:
                 assert 0 <= version - made_by <= self.rules.max_staleness, "too stale"
 
     def finish(self):
+        kept = self.rules.continues and self.rules.batches <= self.rules.max_staleness + 1  # none gets too stale
+        if kept and self.runs == 1 and not {*self.deaths} & {"worker", "workers", "hung worker"}:
+            again = {at for at, calls in self.tools.items() if calls > 1}
+            assert not again, f"tools were called again: {again}"
         state = self.driver.state()
         self.twice = {key.rpartition("_")[0] for key in self.queue.partitions[TRAIN]}
         assert set(state["lengths"]["prompt_tokens"].values()) == {PROMPT_TOKENS}, "wrong prompt lengths"
@@ -459,7 +468,7 @@ class Engine:
         if self.asleep:
             world.cluster.faults.append(AssertionError("a request runs at a replica that rests"))
         began, cut = clock.time(), clock.create_future()
-        made = lambda: int((clock.time() - began) / pace)  # noqa: E731
+        made = lambda: rhyme["earlier_tokens"] + int((clock.time() - began) / pace)  # noqa: E731
         self.running[request_id] = cut, rhyme["name"], made
         await asyncio.wait({cut}, timeout=pace * sampling_params["max_tokens"])
         self.running.pop(request_id, None)
@@ -467,7 +476,7 @@ class Engine:
         if self.asleep and not cut.done():
             world.cluster.faults.append(AssertionError("a request ran on at a replica that rests"))
         if cut.done():
-            count = min(count, made())
+            count = min(count, made() - rhyme["earlier_tokens"])
         *of, base = world.open_turns[rhyme["name"]]
         first, before = len(world.tokens), len(prompt_ids) - base
         world.tokens += [((*of, before + place), self.version) for place in range(count)]
@@ -621,6 +630,7 @@ class Worker(_Worker):
         self._filter_metric = "reward" if world.filters else None
         self.background_tasks = set()
         self._reports = reports.Reports()
+        (self.tool,) = answer_once([FunctionTool("tool", self._tool, None, is_async=True)])
         self.client = RhymeLLMServerClient(world.config, world.balancer, interruptible=True)
 
     def _session(self, start, left):
@@ -628,6 +638,11 @@ class Worker(_Worker):
         session = super()._session(start, left)
         assert self.world.troubles or start.partial == (session.tokens > 0), "the ledger has lost turns"
         return session
+
+    async def _tool(self, at, seconds):
+        self.world.tools[at] += 1
+        await asyncio.sleep(seconds)
+        return "answered"
 
     async def generate_sequences(self, batch):
         for row, (index, order) in enumerate(zip(batch["index"].tolist(), batch[STARTS], strict=True)):
@@ -654,7 +669,7 @@ class Worker(_Worker):
             assert output.token_ids[: len(before)] == before.tolist(), "it does not continue the earlier tokens"
             turns.append(output.token_ids)
             ids += [*output.token_ids, 10**8 + number]
-            await asyncio.sleep(tool_s)
+            await self.tool.call({"at": (uid, session_id, number), "seconds": tool_s})
         if world.bad(index) and world.about("where", index).random() < 0.5:
             raise RuntimeError("a bad prompt")
         output = SimpleNamespace(
@@ -748,7 +763,8 @@ def simulate(mode, seed, kills, monkeypatch, troubles=False, flat=0.15):
         try:
             world.train()
             if not kills:
-                assert not world.twice, "a finished sample has a separate entry for its report"
+                # Where samples continue, the last checkpoint's turns of samples that ran then are still stored.
+                assert world.rules.continues or not world.twice, "a finished sample has a separate entry for its report"
                 assert world.queue.most <= 1.1 * most_entries(world.rules, world.filters)
             assert not world.cluster.faults, world.cluster.faults
         except BaseException as error:
