@@ -333,6 +333,7 @@ class RhymeHttpServer(vLLMHttpServer):
             first_token_at=first,
             finished_at=time.time(),
             prompt_tokens=len(prompt_ids),
+            cached_tokens=getattr(request.output, "num_cached_tokens", None) or 0,
             response_tokens=len(output.token_ids),
             predicted_tokens=meta.assignment.remaining(meta.earlier_tokens)[0],
             policy_version_start=-1 if request.version is None else request.version,

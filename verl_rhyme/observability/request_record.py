@@ -28,6 +28,8 @@ class RequestRecord:
     first_token_at: float
     finished_at: float
     prompt_tokens: int
+    #: Tokens of the prompt that the engine found in its prefix cache.
+    cached_tokens: int = 0
     response_tokens: int
     policy_version_start: int
     policy_version_end: int

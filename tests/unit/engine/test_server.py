@@ -45,7 +45,7 @@ class Engine:
             self.output_processor.external_req_ids[request_id].append("internal")
             await self.turn.wait()
             for tokens in ([1], [1, 2]):
-                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)])
+                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)], num_cached_tokens=32)
         except (asyncio.CancelledError, GeneratorExit):
             self.closed.append(request_id)
             raise
@@ -163,6 +163,7 @@ async def test_request_that_arrives_while_weights_load_starts_under_the_new_poli
     records = [(await server.generate([5], {}, name)).extra_fields[FIELD][0] for name in ("short", "long")]
     versions = [(record["policy_version_start"], record["policy_version_end"]) for record in records]
     assert versions == [(4, 4), (4, 5)]
+    assert [record["cached_tokens"] for record in records] == [32, 32]
 
 
 def test_every_count_has_a_record_column():
