@@ -82,6 +82,7 @@ def stored(n, length=20, epoch=0, logprobs=True):
         {
             "prompts": torch.tensor([t.sample]),
             "responses": torch.from_numpy(t.tokens).long(),
+            "response_mask": torch.ones(length, dtype=torch.long),
             "rm_scores": torch.tensor([0.0] * (length - 2) + [t.reward - 1, 1.0]),  # some are given on the way
             **({"rollout_log_probs": torch.full((length,), -0.5)} if logprobs else {}),
             # The servers reported nothing of the last one.
@@ -106,6 +107,7 @@ def named(n, length=20, epoch=0):
         np.array([t.reward for t in made]),
         [t.sample for t in made],
         [t.policy_version for t in made],
+        [False] * n,
         epoch,
     )
 

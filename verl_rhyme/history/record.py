@@ -58,7 +58,7 @@ class CorruptRecord(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished response."""
+    """One finished response: the policy's tokens, those of later turns directly after those of earlier ones."""
 
     key: bytes  # prompt key, 16 bytes
     tokens: np.ndarray  # int32[length]

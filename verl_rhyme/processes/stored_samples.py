@@ -73,15 +73,22 @@ class StoredSamples:
         return summed
 
     def responses(
-        self, logprobs: bool, together: Sequence[Any] | None = None
-    ) -> Iterator[tuple[list[int], list[np.ndarray], list[np.ndarray | None]]]:
-        """Fetch rows, tokens (int32[length] each) and log-probs (float32[length] each; without ``logprobs``, ``None``)
-        in :meth:`pieces`. Raise :class:`MissingSamples` if some are missing."""
+        self, logprobs: bool, mixed: Sequence[bool], together: Sequence[Any] | None = None
+    ) -> Iterator[tuple[list[int], list[np.ndarray], list[np.ndarray | None], list[np.ndarray]]]:
+        """Fetch rows, tokens (int32[length] each), log-probs (float32[length] each; without ``logprobs``, ``None``) and
+        the positions of tokens that the policy generated (int64[k] each) in :meth:`pieces`. Only responses that are
+        ``mixed``, [N], have other tokens. Raise :class:`MissingSamples` if some are missing."""
         fields = ["responses", *(["rollout_log_probs"] if logprobs else [])]
         for rows in self.pieces(_TOKEN_ID_BYTES + _FLOAT_BYTES * logprobs, together):
             responses, *sampled = self._per_token(rows, fields)
             tokens = [response.numpy().astype(np.int32) for response in responses]
-            yield rows, tokens, [p.numpy().astype(np.float32) for p in sampled[0]] if sampled else [None] * len(rows)
+            masked = [row for row in rows if mixed[row]]
+            masks = dict(zip(masked, self._per_token(masked, ["response_mask"])[0], strict=True))
+            policy = [
+                np.flatnonzero(masks[row].numpy()) if mixed[row] else np.arange(self.lengths[row]) for row in rows
+            ]
+            known = [p.numpy().astype(np.float32) for p in sampled[0]] if sampled else [None] * len(rows)
+            yield rows, tokens, known, policy
 
     def _per_token(self, rows: Sequence[int], fields: Sequence[str]) -> list[list[Any]]:
         columns = self.columns(rows, fields)
@@ -101,6 +108,7 @@ class TrainedBatch:
     rewards: np.ndarray  # float64[N]
     numbers: list[int]  # of each sample in the group of its prompt
     versions: list[int]  # policy version that finished each sample
+    mixed: list[bool]  # whether its response may have tokens that the policy did not generate
     epoch: int  # from 0
     logprobs: bool = True  # whether verl stores those of sampled tokens (rollout.calculate_log_probs)
 
@@ -113,22 +121,22 @@ class TrainedBatch:
     def _of(self, rows: list[int]) -> TrainedBatch:
         keys = [self.stored.keys[row] for row in rows]
         stored = replace(self.stored, keys=keys, lengths=self.stored.lengths[rows])
-        names = ("prompts", "visits", "numbers", "versions")
+        names = ("prompts", "visits", "numbers", "versions", "mixed")
         lists: dict[str, Any] = {name: [getattr(self, name)[row] for row in rows] for name in names}
         return replace(self, stored=stored, rewards=self.rewards[rows], **lists)
 
     def trajectories(self) -> Iterator[list[Trajectory]]:
         """Fetch the trajectories in :meth:`pieces`."""
-        for rows, tokens, logprobs in self.stored.responses(self.logprobs, together=self.prompts):
+        for rows, tokens, logprobs, policy in self.stored.responses(self.logprobs, self.mixed, self.prompts):
             yield [
                 Trajectory(
                     key=self.prompts[row],
-                    tokens=tokens[i],
+                    tokens=tokens[i][policy[i]],
                     reward=float(self.rewards[row]),
                     policy_version=self.versions[row],
                     epoch=self.epoch,
                     sample=self.numbers[row],
-                    logprobs=logprobs[i],
+                    logprobs=None if (known := logprobs[i]) is None else known[policy[i]],
                     visit=self.visits[row],
                 )
                 for i, row in enumerate(rows)

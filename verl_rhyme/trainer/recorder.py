@@ -313,7 +313,10 @@ class Recorder(Observer):
 
     def _append_responses(self, batch: TrainedBatch, step: int) -> None:
         assert self._events is not None
-        for rows, tokens, logprobs in batch.stored.responses(batch.logprobs):
+        for rows, tokens, logprobs, policy in batch.stored.responses(batch.logprobs, batch.mixed):
+            for known, generated in zip(logprobs, policy, strict=True):
+                if known is not None:
+                    known[np.setdiff1d(np.arange(len(known)), generated)] = np.nan
             (prompts,) = batch.stored.columns(rows, ["prompts"])
             columns = {
                 "prompt_key": [batch.prompts[row] for row in rows],
@@ -385,6 +388,7 @@ class _Samples:
         return rows, owners
 
     def batch(self, rewards: np.ndarray, epoch: int, logprobs: bool) -> TrainedBatch:
+        made = [[record["response_tokens"] for record in records] for records in self.records]
         return TrainedBatch(
             stored=self.stored,
             prompts=self.prompts(),
@@ -392,6 +396,7 @@ class _Samples:
             rewards=rewards,
             numbers=self.numbers,
             versions=self.versions,
+            mixed=[tokens != [length] for tokens, length in zip(made, self.stored.lengths.tolist(), strict=True)],
             epoch=epoch,
             logprobs=logprobs,
         )

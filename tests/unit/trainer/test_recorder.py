@@ -26,7 +26,7 @@ from verl_rhyme.history.store import HistoryStore
 from verl_rhyme.history.values import Values
 from verl_rhyme.history_writer.history_service import HistoryUnavailable
 from verl_rhyme.history_writer.history_writer import HistoryWriter
-from verl_rhyme.observability import metrics
+from verl_rhyme.observability import events, metrics
 from verl_rhyme.observability.events import REQUESTS
 from verl_rhyme.processes.messages import Handover, Part
 from verl_rhyme.processes.request import FIELD
@@ -66,6 +66,7 @@ class Queue:
                 "responses": response,
                 "rm_scores": torch.tensor([0.0, 0.0, reward]),
                 "rollout_log_probs": torch.full((3,), -0.1),
+                "response_mask": torch.ones(3),
                 "extra_fields": {},
             }
 
@@ -383,12 +384,56 @@ def test_groups_dropped_by_verls_buffer_are_recorded_in_the_history(slow, tmp_pa
     assert {key.split("_")[0] for key in queue.data} == {"trained"} | ({"zsurplus"} if asynchronous else set())
 
 
+def test_the_history_and_the_entropy_are_of_the_policys_tokens(slow, tmp_path):
+    """A tool's tokens are left out. Of a response that one request generated, no mask is fetched."""
+    recorder, queue, history = slow
+    queue.put_group(1, "a", [0.0, 1.0, 1.0])
+    request = {**dict.fromkeys(REQUESTS.names, 0), "node": "n", "stop_reason": "completed", "reason": "", "id": "r"}
+    request |= {"draft_seconds": 0.5, "by_source": [[0, 0]] * len(SOURCES), "prompt_key": prompt_key([1, 1]).hex()}
+    said, mask = [5, 6, 7, 50, 51, 8, 9, 52], [1, 1, 1, 0, 0, 1, 1, 0]
+    queue.tags["a_0_0"]["response_len"] = len(said)
+    queue.data["a_0_0"] |= {
+        "responses": torch.tensor(said),
+        "response_mask": torch.tensor(mask),
+        "rollout_log_probs": -0.1 * torch.tensor(mask),
+        "rm_scores": torch.tensor([0.0] * 7 + [2.0]),
+        "extra_fields": {FIELD: [request | {"response_tokens": tokens} for tokens in (3, 2)]},
+    }
+    queue.data["a_1_0"] |= {"response_mask": torch.zeros(3)}
+    del queue.data["a_2_0"]["response_mask"]
+    queue.data["a_2_0"]["extra_fields"] = {FIELD: [request | {"response_tokens": 3}]}
+    history.permits.release(10)
+    recorder.on_batch(queue.batch(), 1, 0)
+    recorder.drain()
+    measured = ended(recorder)
+    found = read(tmp_path, 1)
+    assert [found.response(i).tolist() for i in range(len(found))] == [[5, 6, 7, 8, 9], [1, 102, 7]]
+    assert (found.sample.tolist(), found.reward.tolist()) == ([0, 2], [2.0, 1.0])
+    assert (measured["rollout/history/responses"], measured["rollout/history/tokens"]) == (2, 8)
+    assert measured["rollout/entropy"] == pytest.approx(0.1)
+
+
+def test_the_log_of_responses_marks_tokens_that_the_policy_did_not_generate(tmp_path, monkeypatch):
+    queue, history = install(monkeypatch), Slow(tmp_path / "h", permits=9)
+    log = events.EventLog(tmp_path / "events")
+    recorder = Recorder(history, log, lambda: 1, DraftCounts(dict), log_responses=True)
+    queue.put_group(1, "a", [0.0])
+    queue.data["a_0_0"]["response_mask"] = torch.tensor([1, 0, 1])
+    recorder.on_batch(queue.batch(), 1, 0)
+    recorder.drain()
+    recorder.close()
+    history.writer.close()
+    (row,) = events.read_responses(log.folder).to_pylist()
+    assert row["tokens"] == [1, 100, 7]
+    assert row["logprobs"] == pytest.approx([-0.1, float("nan"), -0.1], nan_ok=True)
+
+
 def test_sample_without_records_gets_the_key_of_its_group(monkeypatch):
     """Its agent loop kept no records; a group without any records gets the key of its token ids."""
     queue = install(monkeypatch)
     queue.put_group(1, "a", [0.0, 0.0])
     queue.put_group(2, "b", [0.0])
-    queue.data["a_1_0"]["extra_fields"] = {FIELD: [{"prompt_key": "ab" * 16}]}
+    queue.data["a_1_0"]["extra_fields"] = {FIELD: [{"prompt_key": "ab" * 16, "response_tokens": 3}]}
     batch = _Samples.of(queue.batch()).batch(np.zeros(3), epoch=0, logprobs=True)
     assert batch.prompts == [bytes.fromhex("ab" * 16)] * 2 + [prompt_key([2, 2])]
     assert batch.visits == [visit_label(uid) for uid in "aab"], "a group is one visit"
