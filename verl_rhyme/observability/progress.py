@@ -55,6 +55,9 @@ def step_line(step: int, data: Mapping[str, Any], total_steps: int | None = None
     parts += [", ".join(group) for group in (_drafting(value, tokens), _dropped(value)) if group]
     if bubble is not None:
         parts.append(f"bubble {bubble:.0%}")
+    if share := value(metrics.TOOL_SHARE):
+        again = f"{value(metrics.PREFILLED_AGAIN) or 0:,.0f}".replace(",", " ")
+        parts.append(f"tools {share:.0%} of the samples' time, {again} tokens prefilled again")
     if most := value(metrics.STALENESS_MAX, metrics.VERL_STALENESS_MAX):
         mean = value(metrics.STALENESS_MEAN, metrics.VERL_STALENESS_MEAN) or 0.0
         parts.append(f"staleness {mean:.1f} (max {most:.0f})")

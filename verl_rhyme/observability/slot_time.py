@@ -1,6 +1,7 @@
 """Slot time by reason: when request slots were busy, and why they were idle.
 
-Each moment has one reason, which applies to every idle slot of every replica. A rollout is a window of time:
+Each moment has one reason, which applies to every idle slot of every replica, except those of samples that are between
+two turns. A rollout is a window of time:
 
 - Engines that stop while the actor trains (``rollout`` stage ``gen``): from the first start to the last end of the
   requests between two trainings, as in :func:`~verl_rhyme.observability.metrics.bubble_ratio`.
@@ -20,14 +21,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from verl_rhyme.observability.turns import COLUMNS, turns
+
 Array = npt.NDArray[Any]
 Columns = Mapping[str, Array]
 
-BUSY, TAIL, STARVED, SYNC, TRAINING, OTHER = range(6)
+BUSY, TOOL, TAIL, STARVED, SYNC, TRAINING, OTHER = range(7)
 #: Names of the reasons on the page, by number.
-REASONS = ("busy", "tail", "starved", "weight sync", "training", "other")
+REASONS = ("busy", "tool", "tail", "starved", "weight sync", "training", "other")
 DEFINITIONS = {
     "busy": "A request runs in the slot.",
+    "tool": "A sample is between two turns: its agent loop calls a tool. Each such sample explains one slot that would "
+    "otherwise be starved or empty in the tail.",
     "tail": "All requests of the batch have started. Some still run, and no request is left to start before the batch "
     "is collected.",
     "starved": "Requests of the batch have yet to start, but the slot is empty: they wait at another replica, for KV "
@@ -38,6 +43,8 @@ DEFINITIONS = {
     "other": "All other time: start-up, before a rollout's first request and after its last, rewards, validation, "
     "checkpoints.",
 }
+#: Reasons that a sample between two turns replaces.
+_ROLLOUT = (TAIL, STARVED)
 #: verl's stages that count as training.
 TRAINING_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 _STEP, _GEN, _SYNC = "step", "gen", "update_weights"
@@ -72,10 +79,11 @@ class SlotTime:
     logged: bool  # whether the run logged ``slots``
     replicas: Array  # numbers, [R]
     requests: dict[str, Array]  # those that ran, [N], by start: ``replica`` (0 to R - 1), ``started``, ``finished``
+    tools: dict[str, Array]  # times between two turns, [T]: number of the ``replica``, ``left``, ``back``
     edges: Array  # bounds of the intervals, float64[k + 1]
     reason: Array  # of idle slots in each interval, int8[k]
     windows: list[Window]  # of rollout
-    shares: Array  # of all slot seconds by :data:`REASONS`, float64[6]
+    shares: Array  # of all slot seconds by :data:`REASONS`, float64[7]
     stages: dict[str, Array]  # columns ``step``, ``stage``, ``started``, ``ended``
     pauses: int  # cut out
     origin: float  # time of the first event in seconds since the Unix epoch
@@ -86,7 +94,7 @@ class SlotTime:
 
     @property
     def rollout_shares(self) -> Array:
-        """Shares of the slot seconds of rollout windows, float64[6]. All but the first sum to the bubble ratio."""
+        """Shares of the slot seconds of rollout windows, float64[7]. All but the first sum to the bubble ratio."""
         seconds = np.zeros(len(REASONS))
         for window in self.windows:
             seconds[BUSY] += window.busy
@@ -115,8 +123,13 @@ class SlotTime:
     def occupied(self, replica: int, edges: Array) -> Array:
         """Return the mean number of running requests of a replica between ``edges`` [k + 1]: float64[k]."""
         mine = self.by_replica[replica]
-        total = busy_until(self.requests["started"][mine], self.requests["finished"][mine], edges)
-        return np.diff(total) / np.maximum(np.diff(edges), 1e-12)
+        return _mean_between(self.requests["started"][mine], self.requests["finished"][mine], edges)
+
+    def away(self, replica: int, edges: Array) -> Array:
+        """Return the mean number of samples between two turns that explain idle slots of a replica: float64[k]."""
+        mine = self.tools["replica"] == self.replicas[replica]
+        reason = self.reason[np.searchsorted(self.edges, (edges[:-1] + edges[1:]) / 2).clip(1, len(self.reason)) - 1]
+        return np.isin(reason, _ROLLOUT) * _mean_between(self.tools["left"][mine], self.tools["back"][mine], edges)
 
 
 def measure(requests: Columns, stages: Columns, slots: int | None, runs_on: bool) -> SlotTime | None:
@@ -133,13 +146,16 @@ def measure(requests: Columns, stages: Columns, slots: int | None, runs_on: bool
     rows = rows[np.argsort(requests["started_at"][rows], kind="stable")]
     started = requests["started_at"][rows].astype(np.float64)
     finished = np.maximum(started, requests["finished_at"][rows])
+    sent = np.flatnonzero(~requests["validate"] & np.isfinite(requests["queued_at"] + requests["finished_at"]))
+    before, _, left, back, _ = turns({name: requests[name][sent] for name in COLUMNS})
     stage = {name: values[kept] for name, values in stages.items()}
     began, ended = stage["started_at"].astype(np.float64), stage["started_at"] + stage["duration_s"]
 
     cut, pauses, origin = _pauses(np.concatenate([started, began]), np.concatenate([finished, ended]))
-    started, finished, began, ended = (cut(times) for times in (started, finished, began, ended))
+    started, finished, began, ended, left, back = map(cut, (started, finished, began, ended, left, back))
     columns = {"step": stage["step"], "stage": stage["stage"].astype(str), "started": began, "ended": ended}
     replicas, replica = np.unique(requests["replica"][rows], return_inverse=True)
+    tools = {"replica": requests["replica"][sent[before]], "left": left, "back": back}
     ran_columns = {"replica": replica, "started": started, "finished": finished}
 
     times, counts = _running(started, finished)
@@ -148,9 +164,9 @@ def measure(requests: Columns, stages: Columns, slots: int | None, runs_on: bool
     steps = _Steps.of(columns)
     windows = _between_batches(started, steps) if runs_on else _between_trainings(started, finished, steps)
     edges, reason = _reasons(columns, windows, steps, started, runs_on, last)
-    windows, shares = _count_seconds(q, windows, edges, reason, times, counts)
+    windows, shares = _count_seconds(q, windows, edges, reason, (times, counts), _running(left, back))
     return SlotTime(
-        *(q, slots is not None, replicas, ran_columns, edges, reason, windows, shares, columns, pauses, origin)
+        *(q, slots is not None, replicas, ran_columns, tools, edges, reason, windows, shares, columns, pauses, origin)
     )
 
 
@@ -240,20 +256,26 @@ def _reasons(
 
 
 def _count_seconds(
-    slots: int, windows: list[Window], edges: Array, reason: Array, times: Array, counts: Array
+    slots: int,
+    windows: list[Window],
+    edges: Array,
+    reason: Array,
+    requests: tuple[Array, Array],
+    away: tuple[Array, Array],
 ) -> tuple[list[Window], Array]:
     """Return the windows with their slot seconds by reason, and the shares of all slot seconds. ``edges`` and
-    ``reason`` are of :func:`_reasons`, ``times`` and ``counts`` of :func:`_running`.
+    ``reason`` are of :func:`_reasons`; ``requests`` and ``away``, the samples between two turns, of :func:`_running`.
     """
-    cuts = np.unique(np.concatenate([edges, times, [t for window in windows for t in (window.began, window.ended)]]))
-    middle = np.searchsorted(times, cuts[:-1], side="right") - 1
-    busy = np.where(middle >= 0, counts[middle], 0).clip(0, slots)
+    bounds = [t for window in windows for t in (window.began, window.ended)]
+    cuts = np.unique(np.concatenate([edges, requests[0], away[0], bounds]))
+    busy = _counted(requests, cuts[:-1]).clip(0, slots)
     seconds = np.diff(cuts)
     why = reason[np.searchsorted(edges, cuts[:-1], side="right") - 1]
+    tool = np.where(np.isin(why, _ROLLOUT), np.minimum(_counted(away, cuts[:-1]), slots - busy), 0)
     by_reason = np.zeros((len(REASONS), len(cuts)))
-    by_reason[BUSY, 1:] = np.cumsum(busy * seconds)
-    for code in range(1, len(REASONS)):
-        by_reason[code, 1:] = np.cumsum(np.where(why == code, (slots - busy) * seconds, 0.0))
+    by_reason[BUSY, 1:], by_reason[TOOL, 1:] = np.cumsum(busy * seconds), np.cumsum(tool * seconds)
+    for code in range(TAIL, len(REASONS)):
+        by_reason[code, 1:] = np.cumsum(np.where(why == code, (slots - busy - tool) * seconds, 0.0))
     counted = []
     for window in windows:
         begin, end = np.searchsorted(cuts, [window.began, window.ended])
@@ -261,6 +283,16 @@ def _count_seconds(
         counted.append(replace(window, busy=float(spent[BUSY]), idle=tuple(spent[1:].tolist())))
     total = by_reason[:, -1]
     return counted, total / total.sum() if total.sum() > 0 else total
+
+
+def _counted(running: tuple[Array, Array], at: Array) -> Array:
+    """Return the counts of :func:`_running` at times, int64[k]."""
+    times, counts = running
+    return np.append(counts, 0)[np.searchsorted(times, at, side="right") - 1]
+
+
+def _mean_between(started: Array, finished: Array, edges: Array) -> Array:
+    return np.diff(busy_until(started, finished, edges)) / np.maximum(np.diff(edges), 1e-12)
 
 
 def busy_until(started: Array, finished: Array, at: Array) -> Array:

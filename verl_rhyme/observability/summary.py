@@ -127,6 +127,9 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "reverified_tokens": _count(rows, metrics.SPEC_REVERIFIED),  # of these, drafted and accepted again
         "drafted_by_source": {source: _count(rows, names[0]) for source, names in metrics.SPEC_SOURCES.items()},
         "accepted_by_source": {source: _count(rows, names[1]) for source, names in metrics.SPEC_SOURCES.items()},
+        "tool_calls": _count(rows, metrics.TOOL_CALLS),
+        "tool_share": _mean(rows, metrics.TOOL_SHARE, weight=metrics.REQUESTS),  # of the samples' time
+        "prefilled_again": _count(rows, metrics.PREFILLED_AGAIN),  # tokens
         "waiting_max": _most(rows, metrics.WAITING_MAX),  # steps that passed a prompt by
         "migrated": _count(rows, metrics.PLACEMENT_MOVED),  # samples moved to another replica
         "length_rank_correlation": _mean(rows, metrics.LENGTH_CORRELATION, weight=metrics.REQUESTS),

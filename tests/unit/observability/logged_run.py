@@ -42,7 +42,9 @@ def write_run(folder: Path, name: str, steps: int = 8, slower: float = 1.0) -> P
         warm, epoch, at = step > 2, (step - 1) // 2, 1.7e9 + 20 * slower * step
         rollout, tokens = slower * (2.0 if warm else 4.0), np.array([100, 200, 200, 300])
         columns = {
-            "uid": np.array(["a", "b", "c", "d"]),
+            "uid": np.array([f"{step}{prompt}" for prompt in "abcd"]),
+            "sample": np.zeros(4, dtype=int),
+            "stop_reason": np.array(["completed"] * 4),
             "replica": np.array([0, 0, 1, 1]),
             "queued_at": np.full(4, at),
             "started_at": np.full(4, at),

@@ -61,13 +61,29 @@ def test_shares_are_those_of_the_log(runs) -> None:
 
 def test_a_lane_is_filled_as_high_as_its_busy_slots() -> None:
     """One request runs in two slots; the lane is 110 high."""
-    requests = {"step": [1], "replica": [0], "started_at": [0.0], "finished_at": [10.0], "validate": [False]}
+    times = {"queued_at": [0.0], "started_at": [0.0], "finished_at": [10.0]}
+    of = {"uid": ["a"], "sample": [0], "trained": [True], "validate": [False], "stop_reason": ["completed"]}
+    requests = {"step": [1], "replica": [0], **times, **of}
     stages = {"step": [1], "stage": ["gen"], "started_at": [0.0], "duration_s": [10.0]}
     measured = measure(*({k: np.array(v) for k, v in each.items()} for each in (requests, stages)), 2, runs_on=False)
     assert measured is not None
     picture = timeline.draw(measured, "title", measured.ended)
     assert 'd="M0 110V55H24000V110Z"' in picture
     assert ">50%</text>" in picture
+
+
+def test_samples_in_tools_are_drawn_above_the_busy_slots() -> None:
+    """In two slots, one sample runs, calls a tool from 4 to 6 and returns, while another one runs."""
+    times = {"queued_at": [0.0, 6.0, 0.0], "started_at": [0.0, 6.0, 0.0], "finished_at": [4.0, 10.0, 10.0]}
+    of = {"uid": ["a", "a", "b"], "sample": [0] * 3, "trained": [True] * 3, "stop_reason": ["completed"] * 3}
+    requests = {"step": [1] * 3, "replica": [0] * 3, **times, **of, "validate": [False] * 3}
+    stages = {"step": [1], "stage": ["gen"], "started_at": [0.0], "duration_s": [10.0]}
+    measured = measure(*({k: np.array(v) for k, v in each.items()} for each in (requests, stages)), 2, runs_on=False)
+    assert measured is not None
+    picture = timeline.draw(measured, "title", measured.ended)
+    assert 'class="r-tool" d="M0 110V0H24000V110Z"' in picture
+    assert 'class="r-busy" d="M0 110V0H9600V55H14400V0H24000V110Z"' in picture
+    assert "r-tool" in timeline.legend()
 
 
 def test_names_are_escaped(tmp_path) -> None:

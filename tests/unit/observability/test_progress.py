@@ -41,6 +41,10 @@ DROPPED = {m.FILTERED_GROUPS: 40.0, m.FILTERED_SCORE: 0.25, m.FAILED_PROMPTS: 3.
         ),
         ({m.HISTORY_LOST: 2.0}, "history lost 2 steps"),
         ({m.BUBBLE_RATIO: 0.2}, ""),
+        (
+            {m.TOOL_CALLS: 9.0, m.TOOL_S: 2.0, m.TOOL_SHARE: 0.4, m.PREFILLED_AGAIN: 12345.0},
+            "tools 40% of the samples' time, 12 345 tokens prefilled again",
+        ),
         ({**TRAJECTORIES, **GROUPS}, "staleness 1.0 (max 2)"),
         ({**GROUPS, m.STALENESS_MAX: 0.0, **TRAJECTORIES}, ""),
         (TRAJECTORIES, "staleness 2.0 (max 4)"),

@@ -8,14 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_rhyme.observability import metrics
-from verl_rhyme.observability.slot_time import OTHER, REASONS, SYNC, TAIL, TRAINING, measure
+from verl_rhyme.observability.slot_time import OTHER, REASONS, SYNC, TAIL, TOOL, TRAINING, measure
 
 
 def requests(*rows: tuple[int, int, float, float]) -> dict[str, np.ndarray]:
     """Return columns from rows of (step, replica, started, finished)."""
     step, replica, started, finished = (np.array(column) for column in zip(*rows, strict=True))
-    validate = np.zeros(len(step), dtype=bool)
-    return {"step": step, "replica": replica, "started_at": started, "finished_at": finished, "validate": validate}
+    times = {"queued_at": started, "started_at": started, "finished_at": finished}
+    flags = dict.fromkeys(("validate", "trained"), np.zeros(len(step), dtype=bool))
+    samples = {
+        "uid": np.arange(len(step)),
+        "sample": np.zeros(len(step), dtype=int),
+        "stop_reason": np.array(["completed"] * len(step)),
+    }
+    return {"step": step, "replica": replica, **times, **flags, **samples}
 
 
 def stages(*rows: tuple[int, str, float, float]) -> dict[str, np.ndarray]:
@@ -40,7 +46,15 @@ def test_engines_that_stop_during_training() -> None:
     found = measure(ran, steps_of(1), 4, runs_on=False)
     assert found is not None
     seconds = dict(zip(REASONS, found.shares * 4 * 20, strict=True))
-    expected = {"busy": 4 + 8 + 4 + 2, "starved": 2, "tail": 3 * 4, "training": 24, "weight sync": 8, "other": 16}
+    expected = {
+        "busy": 4 + 8 + 4 + 2,
+        "tool": 0,
+        "starved": 2,
+        "tail": 3 * 4,
+        "training": 24,
+        "weight sync": 8,
+        "other": 16,
+    }
     assert seconds == pytest.approx(expected)
     assert found.shares.sum() == pytest.approx(1.0)
     assert found.bubble == pytest.approx(metrics.bubble_ratio(ran["started_at"], ran["finished_at"], 4))
@@ -59,9 +73,33 @@ def test_engines_that_continue_during_training() -> None:
     # From 10 to 12 no request has started: starved. Then starts are held until the weights arrive at 18, with the sync
     # at the end. After it the slot waits for the request that starts at 20, the last one.
     idle = dict(zip(REASONS[1:], second.idle, strict=True))
-    expected = {"starved": 2 * 2 + 2, "training": 4, "weight sync": 2, "tail": 1, "other": 0}
+    expected = {"tool": 0, "starved": 2 * 2 + 2, "training": 4, "weight sync": 2, "tail": 1, "other": 0}
     assert idle == pytest.approx(expected)
     assert second.bubble(2) == pytest.approx(1 - (17 + 10) / 40)
+
+
+def test_samples_between_two_turns_explain_idle_slots() -> None:
+    """Two slots, three samples: the first calls a tool from 3 to 6 and waits until 7 for a slot; a second calls one
+    from 5 to 8. A third was aborted and resumed, so its pause is no tool."""
+    ran = requests((1, 0, 1, 3), (1, 0, 7, 9), (1, 1, 1, 5), (1, 1, 8, 9), (1, 1, 3, 4), (1, 1, 6, 7))
+    ran["uid"] = np.array(["a", "a", "b", "b", "c", "c"])
+    ran["queued_at"] = np.array([1.0, 6, 1, 8, 3, 6])
+    ran["stop_reason"] = np.array(["completed"] * 4 + ["aborted", "completed"])
+    found = measure(ran, steps_of(1), 2, runs_on=False)
+    assert found is not None
+    seconds = dict(zip(REASONS, found.shares * 2 * 20, strict=True))
+    # From 4 to 5 a slot is idle, from 5 to 6 two are, from 6 to 8 one: each time a sample is in a tool. Of the second
+    # at 5 to 6 both are.
+    assert seconds == pytest.approx(
+        {"busy": 11, "tool": 1 + 2 + 2, "starved": 0, "tail": 0, "training": 12, "weight sync": 4, "other": 8}
+    )
+    assert found.away(0, np.array([2.0, 4.0, 7.0])).tolist() == [0.5, 2 / 3]
+    assert found.away(1, np.array([5.0, 8.0])).tolist() == [1]
+    assert found.bubble == pytest.approx(metrics.bubble_ratio(ran["started_at"], ran["finished_at"], 2))
+    ran["stop_reason"][:] = "aborted"
+    starved = measure(ran, steps_of(1), 2, runs_on=False)
+    assert starved is not None
+    assert starved.shares[TOOL] == 0
 
 
 times = st.tuples(
@@ -106,7 +144,7 @@ def test_a_pause_between_two_starts_of_the_run_is_cut_out() -> None:
 
 def test_validation_and_requests_that_never_ran_do_not_count() -> None:
     ran = requests((1, 0, 1, 5), (1, 0, np.nan, 5), (1, 0, 1, 9))
-    ran["validate"][2] = True
+    ran["validate"] = np.array([False, False, True])
     found = measure(ran, steps_of(1), None, runs_on=False)
     assert found is not None
     assert (found.slots, found.logged, len(found.requests["started"])) == (1, False, 1)

@@ -42,6 +42,9 @@ def test_bubble_ratio_agrees_with_its_definition(pairs: list[tuple[int, int]], s
 
 
 COLUMNS = {
+    "uid": np.array(["a", "a", "b"]),
+    "sample": np.array([0, 1, 0]),
+    "stop_reason": np.array(["completed"] * 3),
     "queued_at": np.array([0.0, 0.0, 0.0]),
     "started_at": np.array([0.0, 1.0, 2.0]),
     "finished_at": np.array([4.0, 5.0, 10.0]),
@@ -84,6 +87,10 @@ def test_step_metrics() -> None:
 
 def test_response_tokens_without_what_verl_logs() -> None:
     assert m.response_tokens({m.TRAINED_TOKENS: 5.0}) == 5
+    verls = {m.GEN_S: 2.0, m.GEN_MS_PER_TOKEN: 10.0, m.TURNS_MAX: 2}
+    assert m.response_tokens({**verls, m.TRAINED_TOKENS: 5.0}) == 5, "verl counts the tokens of tools, too"
+    assert m.response_tokens(verls) == 200
+    assert m.response_tokens({**verls, m.TURNS_MAX: 4}) is None
     assert m.response_tokens({m.GEN_S: 2.0, m.RESPONSE_LENGTH_MEAN: float("nan")}) is None
 
 

@@ -1,4 +1,4 @@
-"""Replicas over time: a lane for each, with its filled slots and the reasons of idle slots."""
+"""Replicas over time: a lane for each, with its filled slots, samples in tools, and the reasons of idle slots."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from verl_rhyme.observability.page import svg
-from verl_rhyme.observability.slot_time import REASONS, SYNC, TRAINING, TRAINING_STAGES, SlotTime
+from verl_rhyme.observability.slot_time import BUSY, REASONS, SYNC, TOOL, TRAINING, TRAINING_STAGES, SlotTime
 
 WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 960, 84, 52, 8, 40
 #: Most lanes; more replicas share lanes.
@@ -37,8 +37,10 @@ def draw(measured: SlotTime, title: str, scale: float) -> str:
     lanes = []
     for group in groups:
         filled = np.mean([measured.occupied(int(i), edges) for i in group], axis=0) / measured.lane_slots
+        away = np.mean([measured.away(int(i), edges) for i in group], axis=0) / measured.lane_slots
         busy = float(filled[rollout].mean()) if rollout.any() else 0.0
-        lanes.append((_lane_name(measured, group), _area(filled, height), busy))
+        areas = (_area(filled + away, height, TOOL) if away.any() else "") + _area(filled, height, BUSY)
+        lanes.append((_lane_name(measured, group), areas, busy))
     gap = 3.0 if height > 14 else 1.5
     rows = [
         f'<g transform="translate(0 {svg.number(k * (height + gap))})">{area}</g>'
@@ -100,12 +102,12 @@ def _trainer(measured: SlotTime) -> str:
     )
 
 
-def _area(filled: np.ndarray, height: float) -> str:
+def _area(filled: np.ndarray, height: float, code: int) -> str:
     tops = np.round(height * (1 - np.clip(filled, 0, 1)), 1)
     changes = np.flatnonzero(np.concatenate([[True], tops[1:] != tops[:-1]]))
     ends = np.append(changes[1:], len(tops))
     steps = "".join(f"V{tops[a]:g}H{b}" for a, b in zip(changes.tolist(), ends.tolist(), strict=True))
-    return f'<path class="r-busy" d="M0 {svg.number(height)}{steps}V{svg.number(height)}Z"/>'
+    return f'<path class="{reason_class(code)}" d="M0 {svg.number(height)}{steps}V{svg.number(height)}Z"/>'
 
 
 def _lane_name(measured: SlotTime, group: np.ndarray) -> str:

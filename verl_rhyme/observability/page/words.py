@@ -12,7 +12,8 @@ PAUSES = " Pauses between two starts of the run are cut out ({count} times)."
 RUNS_ON = """ Engines continue while the actor trains. Requests that ran at the end and were never trained are not in
 the log, so the end looks emptier than it was."""
 
-SHARES = """Each moment has one reason for all empty slots, so the shares add up to one. If engines stop while the actor
+SHARES = """Each moment has one reason for all empty slots but those of samples between two turns (tool), so the shares
+add up to one. If engines stop while the actor
 trains, a rollout lasts from the first start to the last end between two trainings. If they continue, it lasts from one
 batch to the next. Bubble ratio = &Sigma; (Q &minus; r) dt / (Q &Sigma; dt) over the rollouts, with r of Q request slots
 running for dt seconds: all slot time of a rollout that is not busy."""
