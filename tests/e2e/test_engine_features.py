@@ -85,8 +85,11 @@ def test_prefix_caching_chunked_prefill_and_preemption(pressed, stock, write_his
     for _ in range(2):  # the second time from the prefix cache
         with drafted(pressed):
             assert generate(pressed, long) == [expected[requests.index(request)] for request in long]
-    outputs = pressed.generate([{"prompt_token_ids": request} for request in long], greedy(), use_tqdm=False)
-    assert any(o.num_cached_tokens for o in outputs), "the test must see cached prefixes"
+    # A later turn finds all full blocks of the turn before, those of drafted and accepted tokens too.
+    turns, params = [[*request, *expected[requests.index(request)]] for request in long], greedy()
+    params.max_tokens = 1
+    outputs = pressed.generate([{"prompt_token_ids": turn} for turn in turns], params, use_tqdm=False)
+    assert [o.num_cached_tokens for o in outputs] == [(len(turn) - 1) // 32 * 32 for turn in turns]
 
 
 #: Of letters a token each: what the tests' model says of itself never is of this form.
