@@ -67,6 +67,7 @@ class _Requests(LLMServerClient):
         conversation = call.conversation
         generated = len(prompt_ids) - call.prompt_tokens  # tokens of the turn before this request
         assignment = session.assignment
+        call.queued_at = call.queued_at or time.time()
         meta = RequestMeta(
             key=conversation.key,
             sample=session.sample,
@@ -74,7 +75,7 @@ class _Requests(LLMServerClient):
             earlier_tokens=generated + sum(len(turn.tokens) for turn in session.turns if turn is not call.turn),
             assignment=assignment,
             name=session.name,
-            queued_at=time.time(),
+            queued_at=call.queued_at,
             noise=call.noise,
             earlier_text=call.earlier_text[_TOKEN_BYTES * generated :],
             resumed_tokens=generated,
@@ -83,6 +84,8 @@ class _Requests(LLMServerClient):
         conversation.requests += 1
         extra = {**kwargs, FIELD: meta.to_dict()}
         output = await self._somewhere(session, request_id, generated, prompt_ids=prompt_ids, **extra)
+        if output.token_ids:
+            call.queued_at = 0.0
         for record in output.extra_fields.pop(FIELD, []):
             record["reason"] = assignment.reason if call.server == assignment.replica else ""
             conversation.records.append(record)

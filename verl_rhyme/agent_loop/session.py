@@ -105,6 +105,7 @@ class Call:
     noise: str = ""  # key in hex of the noise that draws its tokens; empty for separate noise per request
     earlier_text: bytes = b""  # int32, what an earlier attempt or request generated in the turn, to draft from
     moving: bool = False  # its request was aborted to continue on another replica
+    queued_at: float = 0.0  # seconds since the epoch, of the first of its latest requests without a token; 0 without
     tools: int = 0  # number of tools called since its turn
     server: str | None = None  # address; None before the router chose one
     handle: Any = None  # of the server
