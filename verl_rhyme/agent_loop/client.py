@@ -227,7 +227,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
                 request_id,
                 prompt_ids=[*prompt_ids, *turn.tokens],
                 sampling_params={**params, "max_tokens": budget - len(turn.tokens)},
-                priority=session.assignment.priority,
+                priority=session.assignment.priority if len(session.turns) == 1 else 0,  # its KV is in the cache
                 **media,
             )
             version = output.extra_fields.get("global_steps")

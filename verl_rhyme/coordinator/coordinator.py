@@ -138,7 +138,8 @@ class Coordinator:
         rollout.dispatch.count_running(running)
         self._opened, self._error = _Opened(setting, rollout, pool, migrations), None
         migrations.start()
-        self._capacity = Capacity(setting.limit, setting.room, (resume.state or {}).get("capacity"))
+        known_capacity = (resume.state or {}).get("capacity", ())
+        self._capacity = Capacity(setting.limit, setting.room, known_capacity, setting.cost)
         self._capacity.share = resume.share
         self._cleanup = Cleanup(self._queue_lock, () if fresh else (resume.state or {}).get("dropped", ()))
         pool.abandon(
@@ -320,8 +321,7 @@ class Coordinator:
                     self._expectations.generated(*attempt.sample, report.tokens)
                 if records and not records[0]["request"]:  # prompts of later requests include earlier responses
                     self._expectations.set_prompt_tokens(attempt.uid, records[0]["prompt_tokens"])
-                for record in records:
-                    self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
+                self._capacity.observe(records)
             except Exception as error:
                 self._fail(error)
         for warning in rollout.pop_warnings():

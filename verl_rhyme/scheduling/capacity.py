@@ -1,37 +1,88 @@
-"""Maximum number of samples in the engines at a time, by request slots and by the size of the KV caches.
+"""Maximum number of started samples, by what is scarce: request slots, and KV caches.
 
 Slots alone are not enough: with long responses a cache fills before its slots do, and vLLM preempts running requests.
+A sample that calls tools is at an engine for a share of its life only, so more of them may start. But their contexts
+wait in the cache meanwhile. If it is full, they are evicted and prefilled again, and fewer samples are faster.
 """
 
 from __future__ import annotations
 
-#: Attempts after which an observation counts half.
-_HALF_LIFE = 4096
-_DECAY = 0.5 ** (1 / _HALF_LIFE)
+import itertools
+from collections.abc import Sequence
+
+from verl_rhyme.planning.cost import TYPICAL, ReplicaCost
+from verl_rhyme.scheduling.attempts import Record
+
+#: Attempts after which an observation counts half: of lengths, and of shares of a life.
+_HALF_LIFE, _SHARES_HALF_LIFE = 4096, 128
+_DECAY, _SHARES_DECAY = 0.5 ** (1 / _HALF_LIFE), 0.5 ** (1 / _SHARES_HALF_LIFE)
+#: Time of prefilling evicted contexts again, as a share of that of reading the weights in decoding steps, at which a
+#: limit is best. The latter falls with the number of samples, the former rises with a higher power.
+_AGAIN = 0.25
+#: Samples that may start in addition for each ended one, while nothing is evicted.
+_GAIN = 0.25
+#: Tokens of a context that no prefix cache keeps: those of a block that is not full.
+_BLOCK = 64
 
 
 class Capacity:
-    """Running mean of the cache tokens of a request, from ended attempts.
+    """Limit of started samples, measured from the records of ended attempts.
 
     At a random moment a response of ``L`` tokens is met in proportion to ``L``, with half of its tokens. A running
     request thus holds ``(sum p L + sum L**2 / 2) / sum L`` tokens, with ``p`` the tokens of its prompt. At most
-    ``limit`` samples fit into the slots, and ``room`` tokens into all caches (``None`` where unknown).
+    ``slots`` requests are at the engines, queued ones included, and ``room`` tokens of them (``None`` where unknown).
+    Samples outside the engines count for neither, until contexts that waited for a tool turn out to be evicted. Then
+    fewer samples start, but not fewer than those whose contexts all fit, until prefilling contexts again (``cost`` has
+    its seconds) takes little time.
     """
 
-    def __init__(self, limit: int, room: int | None = None, state: tuple[float, float] | None = None) -> None:
-        self._most, self._room = limit, room
-        self._lengths, self._held = state or (0.0, 0.0)
+    def __init__(
+        self, slots: int, room: int | None = None, state: Sequence[float] = (), cost: ReplicaCost = TYPICAL
+    ) -> None:
+        self._slots, self._room, self._cost = slots, room, cost
+        self._lengths, self._held, self._engine_s, self._life_s, self._spared = [*state, *[0.0] * (5 - len(state))]
         self.share = 1.0  # of the replicas that serve
 
     @property
-    def state(self) -> tuple[float, float]:
+    def state(self) -> tuple[float, ...]:
         """For JSON."""
-        return self._lengths, self._held
+        return self._lengths, self._held, self._engine_s, self._life_s, self._spared
 
-    def observe(self, prompt_tokens: int, response_tokens: int) -> None:
-        """Record an ended attempt: tokens before it, and tokens it generated."""
-        self._lengths = self._lengths * _DECAY + response_tokens
-        self._held = self._held * _DECAY + response_tokens * (prompt_tokens + response_tokens / 2)
+    def observe(self, records: Sequence[Record]) -> None:
+        """Record the requests of an ended attempt, in their order."""
+        steps = away = 0.0
+        evicted = calls = 0
+        for record in records:
+            prompt, response = record["prompt_tokens"], record["response_tokens"]
+            self._lengths = self._lengths * _DECAY + response
+            self._held = self._held * _DECAY + response * (prompt + response / 2)
+            steps += response - record.get("accepted_tokens", 0)
+        for before, record in itertools.pairwise(records):
+            context = before["prompt_tokens"] + before["response_tokens"]
+            if record["prompt_tokens"] == context:  # the same turn goes on
+                continue
+            calls += 1
+            away += max(0.0, record["queued_at"] - before["finished_at"])
+            same = before["policy_version_end"] == record["policy_version_start"]  # new weights empty the caches
+            if same and record["prompt_tokens"] > context and record["response_tokens"]:
+                evicted += max(0, context - _BLOCK - record.get("cached_tokens", context))
+        if records and (life := records[-1]["finished_at"] - records[0]["queued_at"]) > 0:
+            self._engine_s = self._engine_s * _SHARES_DECAY + max(0.0, life - away)
+            self._life_s = self._life_s * _SHARES_DECAY + life
+        if calls:
+            self._spare(steps, evicted)
+
+    def _spare(self, steps: float, evicted: int) -> None:
+        """Limit started samples by a sample with so many steps and evicted tokens."""
+        most = self._most
+        if self._room is None or not self.held:
+            return
+        replicas = max(1.0, self._slots / (2 * self._cost.slots))
+        running = min(self._slots / 2, self._room / 2 / self.held, self.limit * (1 - self.away))
+        weights = _AGAIN * self._cost.step.base * steps * replicas / max(1.0, running)
+        again = self._cost.prefill * evicted
+        spared = max(0.0, self._spared + _GAIN * (again / max(weights, 1e-9) - 1))
+        self._spared = min(spared, max(0.0, most - self._room / 2 / self.held))
 
     @property
     def held(self) -> float:
@@ -39,8 +90,18 @@ class Capacity:
         return self._held / self._lengths if self._lengths else 0.0
 
     @property
-    def limit(self) -> int:
-        limit = float(self._most)
+    def away(self) -> float:
+        """Share of a sample's life outside the engines, in tools."""
+        return 1 - self._engine_s / self._life_s if self._life_s else 0.0
+
+    @property
+    def _most(self) -> float:
+        """Most started samples, by slots and caches for their requests at the engines."""
+        most = float(self._slots)
         if self._room is not None and self.held:
-            limit = min(limit, self._room / self.held)
-        return max(1, int(self.share * limit))
+            most = min(most, self._room / self.held)
+        return most / max(1 - self.away, 1e-2)
+
+    @property
+    def limit(self) -> int:
+        return max(1, int(self.share * (self._most - self._spared)))
