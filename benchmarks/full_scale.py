@@ -43,10 +43,8 @@ from benchmarks.machine import commit, print_row
 from verl_rhyme.config import RhymeConfig, StreamingConfig
 from verl_rhyme.config.config_tree import parse
 from verl_rhyme.config.presets import tree
-from verl_rhyme.config.scheduling import OVERSUBSCRIPTION
 from verl_rhyme.planning import plan_file
 from verl_rhyme.planning.planner import plan
-from verl_rhyme.planning.times import Work
 from verl_rhyme.planning.workload import Prompt
 from verl_rhyme.scheduling.batch import Collected
 from verl_rhyme.scheduling.rules import Rules, Unit, of_options
@@ -236,20 +234,18 @@ def simulate(arm: Arm, at: Setting, share: float | None = None) -> dict[str, Any
         training = at.gpus - rollout
     loaded = at.load(max(1, round(rollout / at.tp / at.parts)), _token(at.model) / training * at.parts)
     prompts = list(loaded.prompts)
-    scenario = _scenario(arm, loaded.scenario, _lengths(prompts))
+    scenario = _scenario(arm, loaded.scenario)
     counted = 8 if arm.staleness else 12
     steps, collections = _run(scenario, prompts, WARM + counted)
     found = _figures(steps[-counted:], collections[-counted:], at.parts)
     return {"rollout_gpus": rollout, "train_gpus": training, **found}
 
 
-def _scenario(arm: Arm, like: Scenario, lengths: np.ndarray) -> Scenario:
+def _scenario(arm: Arm, like: Scenario) -> Scenario:
     """Return the scenario of an arm on a slice's costs."""
     rules = arm.rules(like.rules.batch_prompts, like.rules.batch_samples // like.rules.batch_prompts)
-    part_samples, limit, min_starts = None, None, 1
+    part_samples = None
     if arm.preset:  # as the pipeline does in training
-        fitting = _fitting(like, lengths)
-        limit, min_starts = int(OVERSUBSCRIPTION * fitting), max(1, fitting // 2)
         part = StreamingConfig().part
         part_samples = max(1, int((part or 1) * rules.batch_samples)) if arm.separate else None
     return replace(
@@ -259,20 +255,8 @@ def _scenario(arm: Arm, like: Scenario, lengths: np.ndarray) -> Scenario:
         colocated=not arm.separate,
         placement=arm.rhyme.placement.policy or "least_loaded",
         drafts=DRAFTS if arm.drafts else Drafts(),
-        limit=limit,
-        min_starts=min_starts,
+        limited=arm.preset is not None,
     )
-
-
-def _lengths(prompts: Iterable[Prompt]) -> np.ndarray:
-    """Return the lengths of an epoch's responses in tokens."""
-    return np.concatenate([prompt.lengths for prompt in prompts if prompt.epoch == 0])
-
-
-def _fitting(scenario: Scenario, lengths: np.ndarray) -> int:
-    """Return the samples that fit the engines' slots and KV caches, as ``scheduling.capacity`` does in training."""
-    held = Work(lengths.astype(float), len(lengths), prompt_tokens=PROMPT).held_by_request
-    return sum(min(cost.slots, int(cost.room / held)) for cost in scenario.replicas)
 
 
 def _run(scenario: Scenario, prompts: Sequence[Prompt], updates: int) -> tuple[list[Step], list[Collected]]:

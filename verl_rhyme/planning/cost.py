@@ -56,10 +56,13 @@ class ReplicaCost:
     slots: int = 256  # requests that it decodes at a time (max_num_seqs)
     room: float = math.inf  # tokens that fit into its KV cache
     gpus: int = 1
+    host: float = 0.0  # tokens whose KV is kept in host memory when the cache evicts it
+    load: float = 2.3e-6  # seconds of a token that is loaded from there
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.prefill) and self.prefill >= 0):
-            raise ValueError(f"prefill must be seconds, at least 0, not {self.prefill!r}")
+        for name in ("prefill", "load"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name} must be seconds, at least 0, not {getattr(self, name)!r}")
         for name in ("slots", "room", "gpus"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)!r}")

@@ -17,14 +17,12 @@ from omegaconf import MISSING, OmegaConf
 from verl_rhyme.config import CONFIG_PATH, PIPELINES, PRESETS, ConfigError, RhymeConfig, presets
 from verl_rhyme.config.checks import nearest
 from verl_rhyme.config.config_tree import parse
-from verl_rhyme.config.scheduling import OVERSUBSCRIPTION
 from verl_rhyme.placement import Placement
 from verl_rhyme.planning import profile
 from verl_rhyme.planning.cost import ReplicaCost, TrainingCost
 from verl_rhyme.planning.profile import Profile
-from verl_rhyme.planning.times import Work
 from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, plain, typed
-from verl_rhyme.planning.workload import Lengths, Prompt
+from verl_rhyme.planning.workload import Lengths, Prompt, Turns
 from verl_rhyme.scheduling.rules import Rules, of_options
 from verl_rhyme.simulation.scenario import Drafts, Scenario
 
@@ -56,7 +54,7 @@ class TrainingFile:
 
 @dataclass
 class WorkloadFile:
-    """Arguments of :class:`~verl_rhyme.planning.workload.Lengths` and its ``epochs``."""
+    """Arguments of :class:`~verl_rhyme.planning.workload.Lengths`, of its ``turns``, and of its ``epochs``."""
 
     prompts: int = MISSING
     samples: int = MISSING
@@ -66,6 +64,10 @@ class WorkloadFile:
     percentiles: dict[Any, float] = MISSING
     alike: float = 0.6
     wander: float = 0.2
+    turns: float = 1.0
+    turns_spread: float = 0.35
+    tool_seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    tool_tokens: int = 0
     seed: int = 0
 
 
@@ -164,14 +166,18 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
             )
     if not costs:
         raise ClusterError(f"{path}: replicas is empty: add at least one replica")
-    rules, part_samples, limit, min_starts = _rules(config, run), None, None, 1
+    rules, part_samples = _rules(config, run), None
     for name, value, values in (
         ("topology", config.topology, ("colocated", "separate")),
         ("forecasts", config.forecasts, ("history", "none")),
     ):
         if value not in values:
             raise ClusterError(f"{path}: {name} must be {', '.join(values)}, not {value!r}")
-    lengths = Lengths(by_percentile(work.percentiles, "workload", path), work.response_limit, work.alike, work.wander)
+    if len(work.tool_seconds) != 2:
+        raise ClusterError(f"{path}: workload.tool_seconds must be median and 99th percentile, not {work.tool_seconds}")
+    turns = Turns(work.turns, work.turns_spread, (work.tool_seconds[0], work.tool_seconds[1]), work.tool_tokens)
+    percentiles = by_percentile(work.percentiles, "workload", path)
+    lengths = Lengths(percentiles, work.response_limit, work.alike, work.wander, turns)
     prompts = lengths.epochs(work.prompts, work.samples, work.epochs, work.prompt_tokens, work.seed)
     updates = total // config.batch_prompts
     if not updates:
@@ -180,12 +186,8 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
             "raise workload.prompts, or lower batch_prompts"
         )
     Placement(run.placement.policy or "least_loaded", dict(run.placement.options))  # checks the options early
-    if run.pipeline:
-        typical = Work(lengths.typical(), rules.batch_samples, work.samples, work.prompt_tokens)
-        fitting = sum(min(cost.slots, int(cost.room / typical.held_by_request)) for cost in costs)
-        limit, min_starts = int(OVERSUBSCRIPTION * fitting), max(1, fitting // 2)
-        if config.topology == "separate" and run.streaming.part is not None:
-            part_samples = max(1, int(run.streaming.part * rules.batch_samples))
+    if run.pipeline and config.topology == "separate" and run.streaming.part is not None:
+        part_samples = max(1, int(run.streaming.part * rules.batch_samples))
     scenario = Scenario(
         replicas=tuple(costs),
         rules=rules,
@@ -195,8 +197,7 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
         placement=run.placement.policy or "least_loaded",  # verl's router
         options=dict(run.placement.options),
         drafts=Drafts(tuple(config.drafts.acceptance), config.drafts.overhead),
-        limit=limit,
-        min_starts=min_starts,
+        limited=run.pipeline,
         forecasts=config.forecasts,  # type: ignore[arg-type]
         response_limit=work.response_limit,
     )

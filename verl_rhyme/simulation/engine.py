@@ -7,6 +7,10 @@ is integrated exactly. :mod:`verl_rhyme.planning.cost` has the cost of a step.
 A queued request is admitted when a slot and KV cache for its tokens are free, by priority and then by arrival. When
 the cache is full, the request admitted last is preempted: it goes to the front of the queue and its tokens are
 recomputed (vLLM's preemption by recomputation).
+
+What requests leave in the cache is evicted when room is needed, the oldest first (vLLM's prefix cache). A request finds
+there its prompt, of a sibling, and its own context, of its sample's turn before. Evicted contexts may be in host memory
+(vLLM's KV offloading), from which they are loaded.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ from verl_rhyme.planning.cost import ReplicaCost
 
 #: Steps by which a request may be early and still count as finished: rounding of times.
 _ROUNDING = 1e-6
-#: Maximum prompts whose prefix stays cached after their last request has left.
-_KEPT_PREFIXES = 4096
+#: Maximum prompts and contexts that stay cached after their last request has left.
+_KEPT = 1 << 14
 
 
 class Request(NamedTuple):
@@ -37,6 +41,8 @@ class Request(NamedTuple):
     priority: float = 0.0  # lowest first
     pace: float = 1.0  # tokens per step, drafts included: the acceptance length
     drafts: float = 0.0  # draft tokens verified per step
+    context: float = 0.0  # tokens between prompt and response: the sample's earlier turns, tool answers included
+    cached: float = -1.0  # tokens before the response that were in the cache at its admission; -1 before
 
 
 class Segment(NamedTuple):
@@ -57,15 +63,47 @@ class _Run:
     admitted: int
 
 
+class _Kept(OrderedDict[Hashable, float]):
+    """Tokens in a cache by what keeps them, the oldest first; ``tokens`` in all, at most ``room``."""
+
+    def __init__(self, room: float) -> None:
+        super().__init__()
+        self.room, self.tokens = room, 0.0
+
+    def put(self, key: Hashable, tokens: float) -> None:
+        self.take(key)
+        if tokens > 0:
+            self[key] = tokens
+            self.tokens += tokens
+
+    def take(self, key: Hashable) -> float:
+        tokens = self.pop(key, 0.0)
+        self.tokens = self.tokens - tokens if self else 0.0
+        return tokens
+
+    def trim(self, used: float = 0.0) -> None:
+        """Evict what does not fit beside ``used`` tokens."""
+        while self and (len(self) > _KEPT or self.tokens + used > self.room):
+            key, tokens = next(iter(self.items()))
+            over = self.tokens + used - self.room
+            if len(self) > _KEPT or tokens <= over:
+                self.take(key)
+            else:
+                self[key] = tokens - over
+                self.tokens -= over
+                return
+
+
 class Engine:
     """A simulated replica. Time is an argument of its methods and never decreases.
 
-    It has ``made`` tokens in all, and ``preempted`` requests; ``on_segment`` is called for each segment that ends.
+    It has ``made`` and ``prefilled`` tokens in all, and ``preempted`` requests; ``on_segment`` is called for each
+    segment that ends.
     """
 
     def __init__(self, cost: ReplicaCost, on_segment: Callable[[Segment], None] | None = None) -> None:
         self.cost = cost
-        self.made = 0.0
+        self.made = self.prefilled = 0.0
         self.preempted = 0
         self._on_segment = on_segment
         self._now = self._steps = self._stall = 0.0
@@ -75,7 +113,7 @@ class Engine:
         self._queue: list[tuple[float, int, Request]] = []
         self._queued: dict[Hashable, tuple[int, Request]] = {}
         self._users: dict[Hashable, int] = {}  # running requests by prompt
-        self._kept: OrderedDict[Hashable, None] = OrderedDict()
+        self._kept, self._host = _Kept(cost.room), _Kept(cost.host)
         self._count = self._front = 0
 
     # ---- state ----
@@ -93,8 +131,8 @@ class Engine:
         """At the last event, in tokens."""
         return self._cached
 
-    def names(self) -> list[Hashable]:
-        return [*self._running, *self._queued]
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._running or name in self._queued
 
     # ---- events ----
 
@@ -132,8 +170,8 @@ class Engine:
         return taken
 
     def forget(self) -> None:
-        """Drop the cached prefixes: the weights have changed."""
-        self._kept.clear()
+        """Drop what the cache keeps: the weights have changed."""
+        self._kept, self._host = _Kept(self.cost.room), _Kept(self.cost.host)
 
     def next_event(self) -> float:
         """Return the time at which the next request finishes or is preempted; infinite if none runs."""
@@ -204,6 +242,7 @@ class Engine:
         self._steps += steps
         self._cached += steps * self._pace
         self.made += steps * self._pace
+        self._kept.trim(self._cached)
 
     def _emitted(self, run: _Run) -> float:
         return min(run.request.tokens, run.request.emitted + run.request.pace * (self._steps - run.at))
@@ -214,39 +253,47 @@ class Engine:
             if self._queued.get(request.name, (None,))[0] != order:  # withdrawn, or queued again
                 heapq.heappop(self._queue)
                 continue
-            shared = request.prompt in self._users or request.prompt in self._kept
-            own = request.emitted + (0 if request.prompt in self._users else request.prompt_tokens)
-            if self._running and self._cached + own + request.pace > self.cost.room:
+            own, first = request.context + request.emitted, request.prompt not in self._users
+            if self._running and self._cached + own + first * request.prompt_tokens + request.pace > self.cost.room:
                 return
             heapq.heappop(self._queue)
             del self._queued[request.name]
+            prompt = min(self._kept.take(request.prompt), request.prompt_tokens) if first else request.prompt_tokens
+            hit = min(self._kept.take((request.prompt, request.name)), own)
+            loaded = max(0.0, min(self._host.take((request.prompt, request.name)), own) - hit)
+            if request.cached < 0:  # a preempted request was counted
+                request = request._replace(cached=prompt + hit + loaded)
             self._count += 1
             run = _Run(request, self._now, self._steps, self._count)
             self._running[request.name] = run
             end = run.at + max(0.0, request.tokens - request.emitted) / request.pace
             heapq.heappush(self._ends, (end, run.admitted, request.name))
             self._users[request.prompt] = self._users.get(request.prompt, 0) + 1
-            self._kept.pop(request.prompt, None)
-            self._cached += own
+            self._cached += own + first * request.prompt_tokens
             self._pace += request.pace
             self._drafts += request.drafts
-            self._stall += self.cost.prefill * (request.emitted + (0 if shared else request.prompt_tokens))
+            prefilled = own - hit - loaded + request.prompt_tokens - prompt
+            self.prefilled += prefilled
+            self._stall += self.cost.prefill * prefilled + self.cost.load * loaded
+            self._kept.trim(self._cached)
 
     def _leave(self, run: _Run, reason: str) -> None:
         request, emitted = run.request, self._emitted(run)
         del self._running[request.name]
-        self._cached -= emitted
+        self._cached -= request.context + emitted
         self._pace -= request.pace
         self._drafts -= request.drafts
         self._users[request.prompt] -= 1
+        for kept in (self._kept, self._host):
+            kept.put((request.prompt, request.name), request.context + emitted)
         if not self._users[request.prompt]:
             del self._users[request.prompt]
             self._cached -= request.prompt_tokens
-            self._kept[request.prompt] = None
-            if len(self._kept) > _KEPT_PREFIXES:
-                self._kept.popitem(last=False)
+            self._kept.put(request.prompt, request.prompt_tokens)
         if not self._running:
             self._cached = self._pace = self._drafts = self._stall = 0.0
+        self._kept.trim(self._cached)
+        self._host.trim()
         if self._on_segment is not None:
             self._on_segment(Segment(request, run.began, self._now, emitted, reason))
 

@@ -1,7 +1,7 @@
-"""Simulation of a training run in virtual time: replicas, rollout, rewards, training and weight syncs.
+"""Simulation of a training run in virtual time: replicas, rollout, tools, rewards, training and weight syncs.
 
-Rollout (:class:`~verl_rhyme.scheduling.rollout.Rollout` with its rules, scheduler and ledger), placement and length
-predictor are the code of training. Simulated are the engines, the trainer, messages and the clock.
+Rollout (:class:`~verl_rhyme.scheduling.rollout.Rollout` with its rules, scheduler and ledger), capacity, placement and
+length predictor are the code of training. Simulated are the engines, the trainer, messages and the clock.
 """
 
 from __future__ import annotations
@@ -9,40 +9,26 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 from typing import cast
 
-from verl_rhyme.config import PLACEMENTS
+from verl_rhyme.config import OVERSUBSCRIPTION, PLACEMENTS
 from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.placement import Placement
 from verl_rhyme.placement import Request as PlacementRequest
 from verl_rhyme.planning.workload import Prompt
 from verl_rhyme.scheduling.attempts import Attempt, AttemptReport, Start
+from verl_rhyme.scheduling.capacity import Capacity
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.scheduling.rollout import Rollout
-from verl_rhyme.simulation.cluster import Cluster
 from verl_rhyme.simulation.engine import Engine, Request, Segment
+from verl_rhyme.simulation.replicas import Replicas
+from verl_rhyme.simulation.sample import Sample
 from verl_rhyme.simulation.scenario import Part, Scenario, Step
-
-
-@dataclass(slots=True)
-class _Sample:
-    attempt: Attempt
-    prompt: Prompt
-    needs: int = 0  # minimum policy version
-    replica: str = ""
-    first_version: int | None = None  # version of the first kept token
-    kept: float = 0.0  # tokens of earlier requests
-    started: int = 0  # version of the replica when the sample started there
-
-    @property
-    def first(self) -> int:
-        """Version of its oldest token."""
-        return self.started if self.first_version is None else min(self.first_version, self.started)
 
 
 @dataclass(slots=True)
@@ -79,21 +65,21 @@ class Simulation:
         prompts = list(prompts)
         self._prompts: Iterator[Prompt] = iter(prompts)
         self._loaded: dict[str, _Loaded] = {}
-        self._under_way: dict[Attempt, _Sample] = {}  # samples in flight
+        self._under_way: dict[Attempt, Sample] = {}  # samples in flight
         self._seen: dict[str, int] = {}
         self._updates = len(prompts) // scenario.rules.batch_prompts if updates is None else updates
-        self._training = self._in_part = self._stopped = False
-        self._version = self._arrived = self._count_loaded = 0  # the policy's; the newest that replicas can load
-        self._versions: dict[str, int] = {}
-        self._gates: dict[str, dict[Hashable, tuple[int, Request]]] = {}  # requests that wait for a version, by replica
+        self._training = self._in_part = False
+        self._version = self._count_loaded = 0
         engines: dict[str, Engine] = {}
         for i, cost in enumerate(scenario.replicas):
             name = f"replica-{i}"
             on_segment = None if segments is None else (lambda segment, name=name: segments.append((name, segment)))
             engines[name] = Engine(cost, on_segment)
-            self._versions[name] = 0
             self.placement.fleet.add(name, int(cost.room) if math.isfinite(cost.room) else None)
-        self.cluster = Cluster(engines, self._generated, scenario.slots)
+        self.replicas = Replicas(engines, self._generated, scenario.slots)
+        self.cluster = self.replicas.cluster
+        slots, room = (OVERSUBSCRIPTION * sum(getattr(c, of) for c in scenario.replicas) for of in ("slots", "room"))
+        self.capacity = Capacity(math.ceil(slots), int(room) if math.isfinite(room) else None, (), scenario.replicas[0])
         self._began = 0.0
 
     def run(self, on_step: Callable[[Step], object] = lambda step: None, steps: int | None = None) -> list[Step]:
@@ -140,12 +126,12 @@ class Simulation:
                 self.rollout.expect(expected)
 
     def _dispatch(self) -> None:
-        if self._stopped:
+        if self.replicas.stopped:
             return
         self._load_prompts()
-        starts = self.rollout.fill(self.scenario.limit, self.scenario.min_starts)
-        if starts:
-            self._start(starts)
+        limit = self.capacity.limit if self.scenario.limited else None
+        # in training, half of the requests that queue at the engines
+        self._start(self.rollout.fill(limit, 1 if limit is None else max(1, limit // 4)))
 
     def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Forecast | None:
         if self.scenario.forecasts == "none":
@@ -156,50 +142,20 @@ class Simulation:
         return [0] * len(uids) if self.scenario.forecasts == "none" else self.expectations.prompt_tokens(uids)
 
     def _start(self, starts: list[Start]) -> None:
-        touched = set()
         for start in starts:
             attempt, assignment = start.attempt, start.assignment
             loaded = self._loaded[attempt.uid]
             prompt = loaded.prompt
-            before = self._under_way.pop(start.predecessor, None) if start.predecessor else None
-            sample = _Sample(attempt, prompt, assignment.oldest_version)
-            if start.partial and before is not None:
-                sample.kept, sample.first_version = before.kept, before.first_version
-            sample.replica = replica = assignment.replica or self._route(start, attempt, prompt)
-            sample.started = max(self._versions[replica], assignment.oldest_version)
-            self._under_way[attempt] = sample
-            length = int(prompt.lengths[attempt.number])
+            turns = prompt.turns_of(attempt.number)
             text = loaded.texts.get(attempt.number, 0) if self.scenario.redrafts else 0
-            drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0), length, text)
-            request = Request(
-                *(attempt, prompt.key, prompt.tokens, length, sample.kept, assignment.priority, *drafts),
-            )
-            self._submit(replica, assignment.oldest_version, request)
-            touched.add(replica)
-        for replica in touched:
-            self._update_if_idle(replica)
-            self.cluster.reschedule(replica)
+            drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0), int(prompt.lengths[attempt.number]), text)
+            sample = Sample(attempt, prompt, turns, *drafts, assignment.priority, assignment.oldest_version)
+            self._under_way[attempt] = sample
+            sample.place(assignment.replica or self._route(start, attempt, prompt))
+            self._submit(sample)
 
-    def _submit(self, replica: str, version: int, request: Request) -> None:
-        """Submit a request; it waits while the replica has an older version than it needs."""
-        if version > self._versions[replica]:
-            self._gates.setdefault(replica, {})[request.name] = version, request
-        else:
-            self.cluster.engines[replica].submit(request, self.cluster.now)
-
-    def _update_if_idle(self, replica: str) -> None:
-        engine = self.cluster.engines[replica]
-        if not (self._versions[replica] == self._arrived or engine.running or engine.waiting):
-            self._set_newest_version(replica)
-
-    def _set_newest_version(self, replica: str) -> None:
-        self._versions[replica] = self._arrived
-        self.cluster.engines[replica].forget()
-        waited = self._gates.pop(replica, {})
-        for version, request in waited.values():
-            self._submit(replica, version, request)
-        if waited:
-            self.cluster.reschedule(replica)
+    def _submit(self, sample: Sample) -> None:
+        self.replicas.submit(sample.replica, sample.needs, sample.request(self.cluster.now))
 
     def _route(self, start: Start, attempt: Attempt, prompt: Prompt) -> str:
         return self.placement.acquire(
@@ -217,7 +173,7 @@ class Simulation:
 
     # ---- ends ----
 
-    def _release(self, sample: _Sample, tokens: int | None = None) -> None:
+    def _release(self, sample: Sample, tokens: int | None = None) -> None:
         """The attempt left the router's replica: finished with ``tokens``, or aborted (``None``)."""
         if self.dispatch.placement is None:
             self.placement.release(self._name(sample.attempt), tokens)
@@ -225,36 +181,39 @@ class Simulation:
     def _move(self) -> None:
         if not (watched := self.dispatch.watched()):
             return
-        engines, now = self.cluster.engines, self.cluster.now
         emitted = {}
         for attempt in (attempt for attempts in watched.values() for attempt in attempts):
             sample = self._under_way[attempt]
-            if attempt not in self._gates.get(sample.replica, ()):
-                emitted[attempt] = int(engines[sample.replica].progress(attempt, now))
+            made = self.replicas.progress(sample.replica, attempt)
+            if made is not None:
+                emitted[attempt] = int(sample.done + made)
         for move in self.dispatch.moves(emitted):
             sample = self._under_way[move.id]
-            request, had = engines[sample.replica].withdraw(move.id, now)
-            self._migrate(sample, request, move.replica, had)
-
-    def _migrate(self, sample: _Sample, request: Request, replica: str, had: float) -> None:
-        left = sample.replica
-        if had:
-            sample.first_version = sample.first
-        self._submit(replica, sample.needs, request._replace(emitted=had))
-        for each in (left, replica):
-            if each in self.cluster.engines:
-                self._update_if_idle(each)
-                self.cluster.reschedule(each)
-        sample.replica, sample.kept = replica, had
-        sample.started = max(self._versions[replica], sample.needs)
+            taken = self.replicas.withdraw(sample.replica, move.id)
+            assert taken is not None  # of a sample with progress
+            sample.aborted(taken[1], taken[0].cached, self.cluster.now, self.replicas.versions[sample.replica])
+            sample.place(move.replica)
+            self._submit(sample)
 
     def _generated(self, replica: str, request: Request) -> None:
-        attempt, tokens = cast(Attempt, request.name), int(request.tokens)
-        sample = self._under_way[attempt]
-        prompt, (uid, number, _) = sample.prompt, attempt
-        self._update_if_idle(replica)
+        sample = self._under_way[cast(Attempt, request.name)]
+        wait = sample.turn_ended(request, self.cluster.now, self.replicas.versions[replica])
+        self.replicas.update_if_idle(replica)
+        if wait is None:
+            self._sample_generated(sample)
+        else:
+            self.cluster.call(wait, lambda: self._tool_returned(sample))
+
+    def _tool_returned(self, sample: Sample) -> None:
+        if self._under_way.get(sample.attempt) is sample:  # else it was abandoned
+            self._submit(sample)
+
+    def _sample_generated(self, sample: Sample) -> None:
+        attempt, prompt, tokens = sample.attempt, sample.prompt, int(sample.done)
+        uid, number, _ = attempt
         self._release(sample, tokens)
         self.rollout.ended(AttemptReport(attempt, "generated", tokens, sample.first))
+        self.capacity.observe(sample.records)
         self.expectations.set_prompt_tokens(uid, prompt.tokens)
         self.expectations.generated(uid, number, tokens)
         loaded = self._loaded[uid]
@@ -288,8 +247,8 @@ class Simulation:
             if not scheduler.has_batch():  # else only rewards of the batch are missing
                 self._stream()
             return
-        if self._stops and not self._stopped:
-            self._stopped = True
+        if self._stops and not self.replicas.stopped:
+            self.replicas.stopped = True
             self._interrupt()
         if not self.scenario.pauses:
             self.cluster.count_running()
@@ -325,6 +284,7 @@ class Simulation:
             )
             self._on_step(self.steps[-1])
             version = self._version = self._version + 1
+            self.replicas.stopped = False
             if left := training.sync - self.scenario.blocked_s:  # parts of the next batch train meanwhile
                 self.cluster.call(left, lambda: self._take(version))
             else:
@@ -358,32 +318,42 @@ class Simulation:
         return self.scenario.colocated or rules.stops
 
     def _interrupt(self) -> None:
-        for replica, engine in self.cluster.engines.items():
-            for request, emitted in engine.withdraw_all(self.cluster.now):
-                attempt = cast(Attempt, request.name)
-                sample = self._under_way[attempt]
-                tokens = int(emitted)
-                self._release(sample)
-                if tokens:
-                    sample.first_version = sample.first
-                self._loaded[attempt.uid].texts[attempt.number] = tokens
-                sample.kept = emitted
-                first = sample.first_version if tokens else None
-                self.rollout.ended(AttemptReport(attempt, "interrupted", tokens, first))
-            self.cluster.reschedule(replica)
+        """Abort all requests; their samples continue in place at the next version, or end."""
+        now, continues = self.cluster.now, self.scenario.rules.continues
+        for replica in self.cluster.engines:
+            held = []
+            for request, emitted in self.replicas.withdraw_all(replica):
+                sample = self._under_way[cast(Attempt, request.name)]
+                sample.aborted(emitted, request.cached, now, self.replicas.versions[replica])
+                held.append(sample.request(now))
+            if continues:
+                self.replicas.hold(replica, held)
+        if not continues:
+            for sample in [each for each in self._under_way.values() if not each.ended]:
+                self._end(sample)
+
+    def _end(self, sample: Sample) -> None:
+        """End an interrupted attempt."""
+        del self._under_way[sample.attempt]
+        self.replicas.withdraw(sample.replica, sample.attempt)  # it may wait for a version
+        tokens = int(sample.made)
+        self._release(sample)
+        self.capacity.observe(sample.records)
+        self._loaded[sample.attempt.uid].texts[sample.attempt.number] = tokens
+        self.rollout.ended(AttemptReport(sample.attempt, "interrupted", tokens, sample.first if tokens else None))
 
     def _arrive(self, version: int) -> None:
         """Make a version available to the engines."""
-        self._arrived = version
+        self.replicas.arrived = version
         finishes = self.scenario.rules.finishes
         if version and not self._stops and not finishes:
             self._interrupt()
         for replica in self.cluster.engines:
             if finishes:
-                self._update_if_idle(replica)
+                self.replicas.update_if_idle(replica)
                 self.cluster.reschedule(replica)
             else:
-                self._set_newest_version(replica)
+                self.replicas.set_newest_version(replica)
 
     def _take(self, version: int) -> None:
         self._arrive(version)
@@ -391,7 +361,7 @@ class Simulation:
 
     def _publish(self) -> None:
         """Publish the version to the rollout; its weights may still be on their way to the engines."""
-        self._training = self._stopped = False
+        self._training = self.replicas.stopped = False
         self.rollout.publish(self._version, self._updates - self._version)
         for attempt in self.rollout.pop_abandoned():
             self._withdraw(attempt)
@@ -406,13 +376,6 @@ class Simulation:
 
     def _withdraw(self, attempt: Attempt) -> None:
         sample = self._under_way.pop(attempt, None)
-        if sample is None:
-            return
-        engine = self.cluster.engines[sample.replica]
-        if self._gates.get(sample.replica, {}).pop(attempt, None) is not None:
+        if sample is not None and not sample.ended:
+            self.replicas.withdraw(sample.replica, attempt)
             self._release(sample)
-        elif attempt in engine.names():
-            engine.withdraw(attempt, self.cluster.now)
-            self._release(sample)
-            self._update_if_idle(sample.replica)
-            self.cluster.reschedule(sample.replica)

@@ -56,8 +56,7 @@ class Scenario:
     placement: str = "least_loaded"
     options: dict[str, Any] = field(default_factory=dict)  # of the placement policy
     drafts: Drafts = field(default_factory=Drafts)
-    limit: int | None = None  # most samples in flight; None: all that may start
-    min_starts: int = 1  # least samples to start at once
+    limited: bool = False  # samples start as slots and KV caches allow (Capacity), as in the pipeline
     forecasts: Literal["history", "none"] = "history"  # lengths by which samples are placed and ordered
     response_limit: int = 1 << 20  # most tokens of a response
 

@@ -48,7 +48,7 @@ def every_step(requests: list[Request], cost: ReplicaCost) -> dict[object, float
 @settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 60)), min_size=1, max_size=30),
-    st.integers(1, 12),
+    st.integers(1, 9),  # more rows would run without drafts
     st.sampled_from([1.0, 2.0]),
 )
 def test_end_times_equal_the_reference(wanted, slots, pace):
@@ -131,3 +131,27 @@ def test_invalid_costs_raise(change):
         StepCost(**change)
     with pytest.raises(ValueError, match="slots"):
         ReplicaCost(STEP, slots=0)
+
+
+@pytest.mark.parametrize(("host", "found"), [(0.0, 41), (1e6, 41 + 90)])
+def test_a_context_waits_in_the_cache_until_room_is_needed(host, found):
+    """A returning turn prefills only what is new; of an evicted context all, unless host memory has it."""
+    segments: list[Segment] = []
+    engine = Engine(ReplicaCost(STEP, prefill=1e-3, slots=8, room=400, host=host), segments.append)
+    engine.submit(Request("a", "p", 100, 50), 0.0)
+    run(engine)
+    engine.submit(Request("a", "p", 100, 20, context=70), 100.0)  # a tool answered 20 tokens
+    run(engine)
+    assert (segments[-1].request.cached, engine.prefilled) == (150, 120)
+    engine.submit(Request("b", "q", 200, 60), 200.0)  # it evicts 50 of the 90 + 100 tokens that wait
+    run(engine)
+    engine.submit(Request("c", "q", 200, 99), 300.0)  # and this one all but 41 of the prompt
+    run(engine)
+    engine.submit(Request("a", "p", 100, 10, context=100), 400.0)
+    run(engine)
+    assert segments[-1].request.cached == pytest.approx(found)
+    engine.forget()
+    engine.submit(Request("a", "p", 100, 10, context=100), 500.0)
+    run(engine)
+    assert segments[-1].request.cached == 0, "new weights kept old caches"
+    assert engine.cached == 0

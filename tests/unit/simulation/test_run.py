@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from verl_rhyme.planning.cost import ReplicaCost, StepCost, TrainingCost
-from verl_rhyme.planning.workload import Lengths, Prompt
+from verl_rhyme.planning.workload import Lengths, Prompt, Turn, Turns
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation import summary
 from verl_rhyme.simulation.engine import Request, Segment
@@ -119,13 +119,16 @@ class Watched(Simulation):
         before = {name: sample.replica for name, sample in self._under_way.items()}
         super()._move()
         for name, at in before.items():
-            self.moved_back += self._versions[self._under_way[name].replica] < self._versions[at]
+            self.moved_back += self._version_of(self._under_way[name].replica) < self._version_of(at)
 
     def _generated(self, replica: str, request: Request) -> None:
-        served, batch = self._versions[replica], int(request.name.uid) // 8
+        served, batch, sample = self._version_of(replica), int(request.name.uid) // 8, self._under_way[request.name]
         assert served >= batch - 1
-        assert self._under_way[request.name].first <= served
         super()._generated(replica, request)
+        assert sample.first <= served
+
+    def _version_of(self, replica: str) -> int:
+        return self.replicas.versions[replica]
 
 
 def test_a_sample_migrated_to_a_replica_with_an_older_version_waits_there():
@@ -198,3 +201,49 @@ def test_regenerated_text_is_drafted_from_itself():
         for each in (replace(drafts, again=2.0), drafts)
     )
     assert fast < 0.95 * slow
+
+
+AGENTS = replace(LENGTHS, turns=Turns(mean=4, tool_seconds=(1.0, 10.0), tool_tokens=30))
+
+
+@pytest.mark.parametrize("mode", RULES)
+@pytest.mark.parametrize("policy", ["longest_first", "histopipe"])
+def test_samples_with_tools_are_trained_once_and_continue_in_place(mode, policy):
+    cost = ReplicaCost(COST.step, COST.prefill, COST.slots, 6000)
+    prompts = list(AGENTS.epochs(32, 4, 2, 20))
+    simulation = Simulation(scenario(mode, replicas=(cost,) * 3, placement=policy, limited=True), prompts)
+    starts = []
+    simulation._start, start = lambda given: (starts.extend(given), start(given)), simulation._start
+    steps = simulation.run()
+    assert sum(step.tokens for step in steps) == sum(int(prompt.lengths.sum()) for prompt in prompts)
+    assert max(step.staleness_max for step in steps) <= RULES[mode].max_staleness
+    assert simulation.placement.errors == 0, simulation.placement.last_error
+    assert 0.1 < simulation.capacity.away < 0.95
+    if RULES[mode].continues:
+        assert len(starts) == 32 * 4 * 2 + sum(each.partial for each in starts)
+        assert sum(step.wasted for step in steps) == 0
+
+
+def test_a_tool_takes_its_time_and_the_engine_runs_others_meanwhile():
+    """Turns of 100 steps, and 2 s in a tool: samples of one slot take turns, and the second one fills the gap."""
+    cost = ReplicaCost(StepCost(base=0.01), slots=1)
+    rules = Rules(batch_prompts=2, batch_samples=2, max_staleness=0)
+    turns = ((Turn(100, 50, 2.0), Turn(100, 50, 9.0)),)
+    prompts = [Prompt(str(i), 0, 10, np.array([200]), turns) for i in range(2)]
+    (step,) = Simulation(scenario(replicas=(cost,), rules=rules, training=TrainingCost()), prompts).run()
+    assert (step.rollout, step.tokens) == (pytest.approx(1 + 1 + 1 + 1 + 1), 400)
+
+
+def test_turns_have_the_given_numbers_times_and_tokens():
+    groups = [prompt.turns for prompt in replace(AGENTS, limit=10**5).epochs(2000, 4, 1, 20)]
+    numbers = np.array([[len(sample) for sample in group] for group in groups])
+    assert np.median(numbers) == 4
+    assert np.log(numbers).std() == pytest.approx(0.35, abs=0.03)
+    turns = [turn for group in groups for sample in group for turn in sample]
+    assert np.percentile([turn.tool_s for turn in turns], [50, 99]) == pytest.approx([1, 10], rel=0.06)
+    assert np.percentile([turn.tokens for turn in turns], [50, 90]) == pytest.approx([100, 400], rel=0.06)
+    cut = [prompt.turns for prompt in AGENTS.epochs(2000, 4, 1, 20)]
+    policy = [sum(turn.tokens for turn in sample) for group in cut for sample in group]
+    assert max(policy) <= AGENTS.limit
+    with pytest.raises(ValueError, match="tool_seconds a median and a 99th"):
+        Turns(tool_seconds=(3.0, 1.0))
