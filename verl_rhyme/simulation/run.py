@@ -151,7 +151,7 @@ class Simulation:
             drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0), int(prompt.lengths[attempt.number]), text)
             sample = Sample(attempt, prompt, turns, *drafts, assignment.priority, assignment.oldest_version)
             self._under_way[attempt] = sample
-            sample.place(assignment.replica or self._route(start, attempt, prompt))
+            sample.replica = assignment.replica or self._route(start, attempt, prompt)
             self._submit(sample)
 
     def _submit(self, sample: Sample) -> None:
@@ -192,7 +192,7 @@ class Simulation:
             taken = self.replicas.withdraw(sample.replica, move.id)
             assert taken is not None  # of a sample with progress
             sample.aborted(taken[1], taken[0].cached, self.cluster.now, self.replicas.versions[sample.replica])
-            sample.place(move.replica)
+            sample.replica = move.replica
             self._submit(sample)
 
     def _generated(self, replica: str, request: Request) -> None:
@@ -318,19 +318,22 @@ class Simulation:
         return self.scenario.colocated or rules.stops
 
     def _interrupt(self) -> None:
-        """Abort all requests; their samples continue in place at the next version, or end."""
+        """Abort all requests; their samples continue in place at the next version. They end where they may not, or have
+        no token."""
         now, continues = self.cluster.now, self.scenario.rules.continues
+        ends = [] if continues else [sample for sample in self._under_way.values() if not sample.ended]
         for replica in self.cluster.engines:
             held = []
             for request, emitted in self.replicas.withdraw_all(replica):
                 sample = self._under_way[cast(Attempt, request.name)]
                 sample.aborted(emitted, request.cached, now, self.replicas.versions[replica])
-                held.append(sample.request(now))
-            if continues:
-                self.replicas.hold(replica, held)
-        if not continues:
-            for sample in [each for each in self._under_way.values() if not each.ended]:
-                self._end(sample)
+                if continues and sample.made:
+                    held.append(sample.request(now))
+                elif continues:
+                    ends.append(sample)
+            self.replicas.hold(replica, held)
+        for sample in ends:
+            self._end(sample)
 
     def _end(self, sample: Sample) -> None:
         """End an interrupted attempt."""

@@ -27,7 +27,6 @@ class Sample:
     emitted: float = 0.0  # tokens of the turn, in earlier requests
     done: int = 0  # tokens of the policy in earlier turns
     context: int = 0  # tokens of earlier turns, tool answers included
-    kept: float = 0.0  # tokens when it was placed on its replica
     queued_at: float = 0.0
     records: list[Record] = field(default_factory=list)
 
@@ -39,9 +38,6 @@ class Sample:
     @property
     def ended(self) -> bool:
         return self.turn == len(self.turns)
-
-    def place(self, replica: str) -> None:
-        self.replica, self.kept = replica, self.made
 
     def request(self, now: float) -> Request:
         """Return the request that its turn sends now."""

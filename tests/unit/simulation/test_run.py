@@ -220,7 +220,8 @@ def test_samples_with_tools_are_trained_once_and_continue_in_place(mode, policy)
     assert simulation.placement.errors == 0, simulation.placement.last_error
     assert 0.1 < simulation.capacity.away < 0.95
     if RULES[mode].continues:
-        assert len(starts) == 32 * 4 * 2 + sum(each.partial for each in starts)
+        assert len(starts) >= 32 * 4 * 2
+        assert not any(each.partial for each in starts), "samples with tokens continue in place"
         assert sum(step.wasted for step in steps) == 0
 
 
