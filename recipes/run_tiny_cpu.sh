@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Trains a tiny model on Knights and Knaves puzzles, or a small pretrained model on language tasks, with verl and vLLM
-# on a CPU. The engine drafts from the history.
+# Trains a tiny model on Knights and Knaves puzzles, a tiny agent that searches, or a small pretrained model on language
+# tasks, with verl and vLLM on a CPU. The engine drafts from the history.
 #   RHYME=histospec         preset: histospec (drafting only), full (adds the pipeline), sorted, histopipe or stream
 #                           (settings of the papers), off (stock verl); docs/choosing.md compares them
 #   STALENESS=k             maximum staleness of a pipeline preset: policy versions between a trained token and the
 #                           policy that trains on it; 0 is on-policy; default: the preset's
 #   COMPARE=1               run off and histospec with one seed, then compare them
 #   DRY_RUN=1               print the resolved config and the memory estimate, then stop; status 1 if the config fails
-#   MODEL=qwen2|llama|smollm2|DIR   EPOCHS=5   PROMPTS=64   SEED=1   (smollm2, pretrained: 3 epochs of 12 prompts)
+#   MODEL=qwen2|llama|agent|smollm2|DIR   EPOCHS=5   PROMPTS=64   SEED=1   (smollm2, pretrained: 3 epochs of 12 prompts)
 #   WEIGHT_BUCKET_MB=64     for MODEL=DIR: at least the size of its largest tensor in megabytes
 #   PEOPLE="2 3"            numbers of people in the puzzles
 #   SHOTS=2                 few-shot examples per prompt for MODEL=smollm2 (examples/smollm2)
@@ -27,9 +27,10 @@ COMPARE=${COMPARE:-0} DRY_RUN=${DRY_RUN:-0} SKIP_BOOTSTRAP=${SKIP_BOOTSTRAP:-0}
 ENGINE=${ENGINE:-fsdp}
 MODEL=${MODEL:-qwen2} FROZEN=${FROZEN:-0}
 WORLD=tiny_world BATCH=16
-if [ "$MODEL" = smollm2 ]; then
-  WORLD=smollm2 BATCH=4 EPOCHS=${EPOCHS:-3} PROMPTS=${PROMPTS:-12}
-fi
+case "$MODEL" in
+  agent) WORLD=agent ;;
+  smollm2) WORLD=smollm2 BATCH=4 EPOCHS=${EPOCHS:-3} PROMPTS=${PROMPTS:-12} ;;
+esac
 EPOCHS=${EPOCHS:-5}
 PROMPTS=${PROMPTS:-64}
 PEOPLE=${PEOPLE:-2 3} SHOTS=${SHOTS:-2}
@@ -62,8 +63,9 @@ EPOCHS=$((10#$EPOCHS)) PROMPTS=$((10#$PROMPTS)) SEED=$((10#$SEED)) REPLICAS=$((1
 
 export TINY_WORLD="$ROOT/examples/tiny_world"
 [ ! -d "$TINY_WORLD/models/$MODEL" ] || MODEL="$TINY_WORLD/models/$MODEL"
+[ "$WORLD" != agent ] || MODEL="$ROOT/examples/agent/model"
 [ "$WORLD" = smollm2 ] || [ -e "$MODEL/config.json" ] ||
-  refuse "MODEL=$MODEL is neither qwen2, llama, smollm2 nor a model folder"
+  refuse "MODEL=$MODEL is neither qwen2, llama, agent, smollm2 nor a model folder"
 plain_path ROOT "the checkout's folder"
 RUN_DIR=${RUN_DIR:+$(realpath -m "$RUN_DIR")}
 plain_path RUN_DIR
@@ -73,7 +75,7 @@ if [ "$SKIP_BOOTSTRAP" != 1 ]; then
   RHYME_EXTRA=cpu source "$ROOT/requirements/bootstrap.sh"
 fi
 cd "$ROOT" # for examples.*; the run itself writes below RUN_DIR only
-[ "$WORLD" = tiny_world ] || MODEL=$(python -m examples.smollm2.model)
+[ "$WORLD" != smollm2 ] || MODEL=$(python -m examples.smollm2.model)
 export MODEL
 # the log shows how far a start is
 export VERL_LOGGING_LEVEL=${VERL_LOGGING_LEVEL:-INFO}
@@ -89,13 +91,15 @@ arguments=(
 )
 
 tasks=(--train "$PROMPTS" --test 64 --seed "$SEED")
-if [ "$WORLD" = smollm2 ]; then
-  arguments+=(tiny_cpu_world=smollm2)
-  tasks+=(--shots "$SHOTS") about="puzzles=$PROMPTS tasks with $SHOTS few-shot examples"
-else
-  # shellcheck disable=SC2206  # PEOPLE is a list
-  tasks+=(--people $PEOPLE) about="puzzles=$PROMPTS of $PEOPLE people"
-fi
+[ "$WORLD" = tiny_world ] || arguments+=("tiny_cpu_world=$WORLD")
+case "$WORLD" in
+  tiny_world)
+    # shellcheck disable=SC2206  # PEOPLE is a list
+    tasks+=(--people $PEOPLE) about="puzzles=$PROMPTS of $PEOPLE people"
+    ;;
+  agent) about="puzzles=$PROMPTS questions" ;;
+  smollm2) tasks+=(--shots "$SHOTS") about="puzzles=$PROMPTS tasks with $SHOTS few-shot examples" ;;
+esac
 if [ "$FROZEN" = 1 ]; then # until then verl trains only the critic, and GRPO has none
   arguments+=(trainer.critic_warmup=1000000 algorithm.rollout_correction.bypass_mode=true)
   notes+=(--note frozen=policy) about+=", policy frozen"

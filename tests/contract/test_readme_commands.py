@@ -60,7 +60,7 @@ def test_the_commands_work_one_after_another(checkout):
     ("settings", "message"),
     [
         ("RHYME=off MODE=separate_async {}", "needs our relay for weights, which RHYME=off"),
-        ("MODEL=nope {}", "MODEL=nope is neither qwen2, llama, smollm2 nor a model folder"),
+        ("MODEL=nope {}", "MODEL=nope is neither qwen2, llama, agent, smollm2 nor a model folder"),
         ("EPOCHS=0 {}", "EPOCHS=0 is below 1"),
         (
             "RUN_DIR=/dev/null/run {}",

@@ -1,0 +1,55 @@
+"""Imported by verl in every process of a run (``VERL_USE_EXTERNAL_MODULES``): writes each call of a tool, each turn's
+noise and each trained trajectory to the run's folder."""
+
+import json
+import os
+from pathlib import Path
+
+import transfer_queue as tq
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+from verl_rhyme.agent_loop.session import Session, current
+from verl_rhyme.processes.request import FIELD
+
+_FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs", "extra_fields"]
+
+
+def _write(file, row):
+    with Path(os.environ["RUN_DIR"], file).open("a") as lines:
+        lines.write(json.dumps(row) + "\n")
+
+
+def _watch(owner, name, note):
+    original = getattr(owner, name)
+
+    def watched(*args, **kwargs):
+        result = original(*args, **kwargs)
+        note(result, *args)
+        return result
+
+    setattr(owner, name, watched)
+
+
+def _called(_, loop, call, *__):
+    session = current()
+    _write("calls.jsonl", {"attempt": session.name if session else "", "name": call.name, "call": call.arguments})
+
+
+def _drawn(noise, session, turn):
+    _write("noise.jsonl", {"attempt": session.name, "prompt": turn.prompt, "noise": noise})
+
+
+def _trained(_, trainer, batch, *__):
+    stored = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=_FIELDS)
+    for key, tag, *columns in zip(batch.keys, batch.tags, *(stored[name] for name in _FIELDS), strict=True):
+        if not tag.get("is_padding", False):
+            row = dict(zip(_FIELDS, columns, strict=True))
+            extra = row.pop("extra_fields")
+            lists = {name: column.tolist() for name, column in row.items()}
+            _write("trained.jsonl", {"key": key, "step": trainer.global_steps, "requests": extra[FIELD], **lists})
+
+
+_watch(ToolAgentLoop, "_call_tool", _called)
+_watch(PPOTrainer, "_compute_old_log_prob", _trained)
+_watch(Session, "noise_of", _drawn)
