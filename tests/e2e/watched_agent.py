@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import transfer_queue as tq
+import wrapt
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_rhyme.agent_loop.session import Session, current
 from verl_rhyme.processes.request import FIELD
@@ -51,5 +51,9 @@ def _trained(_, trainer, batch, *__):
 
 
 _watch(ToolAgentLoop, "_call_tool", _called)
-_watch(PPOTrainer, "_compute_old_log_prob", _trained)
 _watch(Session, "noise_of", _drawn)
+
+
+@wrapt.when_imported("verl.trainer.ppo.v1.trainer_base")  # its import needs the platform, which verl registers later
+def _watch_trainer(module):
+    _watch(module.PPOTrainer, "_compute_old_log_prob", _trained)

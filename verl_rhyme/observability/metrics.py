@@ -113,7 +113,7 @@ VERL_STALENESS_MAX = "training/off_policy/trajectory_staleness_worst/max"  # ver
 
 # -- Schedule (the pipeline)
 DISCARDED_TOKENS = "rollout/samples/discarded_tokens"  # tokens: generated, not trained; lower `scheduling.in_flight`
-INTERRUPTED = "rollout/samples/interrupted"  # samples: interrupted
+INTERRUPTED = "rollout/samples/interrupted"  # requests: aborted by a stop, new weights or a move
 STALE = "rollout/samples/stale"  # samples: finished, but too stale
 FINISHED_LEFT = "rollout/samples/finished_left"  # samples: finished, for a later step
 ABANDONED = "rollout/samples/abandoned_attempts"  # attempts: lost, or too late; look for dead workers, slow tools
