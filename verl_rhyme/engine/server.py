@@ -271,6 +271,17 @@ class RhymeHttpServer(vLLMHttpServer):
         await super().set_global_steps(global_steps)
         await self._gate.open(global_steps)
 
+    async def clear_kv_cache(self) -> None:
+        """Empty the caches, as verl does after it loaded weights; RuntimeError where blocks of older ones remain."""
+        await super().clear_kv_cache()
+        if self.node_rank != 0 or self.engine.vllm_config.kv_transfer_config is None:
+            return
+        if not await self.engine.reset_prefix_cache(reset_connector=True):
+            raise RuntimeError(
+                "vLLM keeps KV blocks of older weights after a weight update; "
+                "run without engine_kwargs.vllm.kv_offloading_size"
+            )
+
     async def held_weights(self) -> list[dict[str, Any]]:
         """Return :class:`verl_rhyme.weights.samples.Held` of each worker."""
         return await self._ask_workers("held_weights")
@@ -353,7 +364,7 @@ class RhymeHttpServer(vLLMHttpServer):
         if known:
             await self.engine.abort(request_id)
             if reset_prefix_cache:
-                await self.clear_kv_cache()
+                await super().clear_kv_cache()  # others may run
         elif request_id in self._requests:  # the request waits while weights are loaded
             task = asyncio.ensure_future(self._abort_when_known(request_id))
             self._aborts.add(task)

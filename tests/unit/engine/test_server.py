@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from verl.workers.config import HFModelConfig
-from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -223,6 +223,29 @@ async def test_request_that_waits_for_loading_weights_is_aborted_on_arrival(fron
     front.arrives()
     await asyncio.wait_for(asyncio.gather(*front._aborts), 1)
     front.engine.engine_core.abort_requests_async.assert_called_once_with(["r-12345678"])
+
+
+# ---- KV blocks of older weights ----
+
+
+async def test_each_call_of_verls_after_a_weight_sync_empties_host_memory_too(server):
+    server.engine, server.rollout_mode = (
+        AsyncMock(vllm_config=SimpleNamespace(kv_transfer_config=None)),
+        RolloutMode.HYBRID,
+    )
+    server.config = SimpleNamespace(free_cache_engine=True)
+    for call in (server.clear_kv_cache, server.resume_kv_cache, partial(server.wake_up, ["kv_cache"])):
+        server.engine.reset_prefix_cache.reset_mock()
+        await call()
+        server.engine.reset_prefix_cache.assert_called_once_with(reset_connector=True)
+
+
+async def test_weights_are_not_served_beside_blocks_of_older_ones(server):
+    server.engine = AsyncMock(vllm_config=SimpleNamespace(kv_transfer_config="OffloadingConnector"))
+    await server.clear_kv_cache()
+    server.engine.reset_prefix_cache.return_value = False
+    with pytest.raises(RuntimeError, match="older weights"):
+        await server.clear_kv_cache()
 
 
 # ---- the death of an engine while the server still answers ----
