@@ -40,6 +40,7 @@ from verl_rhyme.checks.predicates import (
     counts_no_states,
     differs_from,
     drafting_model,
+    hardly_loads_blocks,
     has_undrafted_layers,
     loads_no_weights,
     other_rank,
@@ -107,6 +108,9 @@ def _engine(*names: str) -> tuple[Option, ...]:
     return tuple(Option(f"{ENGINE}.{name}") for name in names)
 
 
+#: vLLM's options for KV blocks outside the engine (``kv_offloading_backend``: default "native" keeps them inside).
+_ELSEWHERE = ("kv_transfer_config", "kv_offloading_backend")
+
 _POLICY_LOGPROBS = Option(f"{ROLLOUT}.logprobs_mode", lambda mode, run: mode == POLICY_LOGPROBS)
 _VERLS_SCHEDULE = "use +rhyme=histospec (verl's own schedule)"
 _OTHERS = " or ".join(f"+rhyme={name}" for name in PIPELINES)
@@ -135,10 +139,17 @@ TABLE = (
         "set another one, such as grpo",
     ),
     Row(
-        (Option(f"{ROLLOUT}.disaggregation.enabled"), *_engine("kv_transfer_config", "worker_extension_cls")),
+        (Option(f"{ROLLOUT}.disaggregation.enabled"), *_engine(*_ELSEWHERE, "worker_extension_cls")),
         with_rhyme,
-        "rhyme needs prefill and decoding in one engine, with its own worker extension",
+        "rhyme needs prefill, decoding and their KV blocks in one engine, with its own worker extension",
         f"drop it, or set {CONFIG_PATH}.enable=false",
+    ),
+    Row(
+        (Option(f"{ENGINE}.kv_offloading_size", hardly_loads_blocks),),
+        with_rhyme,
+        "vLLM 0.24 hardly loads the blocks that it stores of a model with recurrent layers or its own drafter",
+        "drop the first option",
+        ("actor_rollout_ref.model.path",),
     ),
     Row(
         _engine("config"),

@@ -123,6 +123,14 @@ def counts_no_states(ahead: bool | None, run: Run) -> bool:
     return ahead is not None and not ahead and bool(recurrent.recurrent(fields))
 
 
+def hardly_loads_blocks(size: Any, run: Run) -> bool:
+    """Whether engines hardly load the KV blocks that they store in host memory: vLLM leaves out blocks of drafters
+    (vllm 46971, 52735), and keeps recurrent states for prefix caching only, which is off beside drafts.
+    """
+    fields = _fields(run.value("actor_rollout_ref.model.path"))
+    return bool(size) and bool(engine_drafter(run) or recurrent.recurrent(fields))
+
+
 def below_one_response(tokens: int, run: Run) -> bool:
     prompt, response = run.value(PROMPT), run.value(RESPONSE)
     return None not in (prompt, response) and tokens < int(prompt) + int(response)

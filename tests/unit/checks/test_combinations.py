@@ -48,7 +48,9 @@ CASES = [
     ("histospec", ["algorithm.adv_estimator=remax"]),
     ("histospec", [f"{R}.disaggregation.enabled=true"]),
     ("sorted", [f"{E}.kv_transfer_config={{kv_role: kv_both}}"]),
+    ("full", [f"{E}.kv_offloading_backend=lmcache"]),
     ("full", [f"{E}.worker_extension_cls=my.Extension"]),
+    ("full", [f"{E}.kv_offloading_size=64", f"actor_rollout_ref.model.path={MODELS}/qwen3_next"]),
     ("sorted", [f"{E}.config=vllm.yaml"]),
     ("histospec", [f"{E}.speculative_config={{method: ngram}}"]),
     ("full", [f"{E}.spec_method=ngram"]),
@@ -172,6 +174,7 @@ def test_verls_defaults_need_no_further_override(preset: str) -> None:
         ("histospec", ["trainer.v1.trainer_mode=my_async", f"{BACKEND}=relay", "algorithm.adv_estimator=gdpo"]),
         ("histospec", [NO_DRAFTS, f"{R}.data_parallel_size=2"]),
         ("histospec", [f"{E}.async_scheduling=true"]),
+        ("full", [f"{E}.kv_offloading_size=64"]),
         ("full", [f"{E}.async_scheduling=false"]),
         ("full", [f"{QUEUE}=1000", "transfer_queue.backend.storage_backend=MooncakeStore"]),
         # on-policy: every token is the current policy's

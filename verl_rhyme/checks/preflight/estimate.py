@@ -20,8 +20,8 @@ class Estimate:
     #: On a GPU: "update", "optimizer step", "old log-probs", "rollout" (colocated), "rollout pool" (separate engines).
     phases: dict[str, Phase]
     serving: Serving  # vLLM's share
-    #: On one node by component: offloaded states, reference, the model during loading, texts for drafts, weights of
-    #: sleeping engines.
+    #: On one node by component: offloaded states, reference, the model during loading, texts for drafts, KV
+    #: blocks of vLLM's offloading, weights of sleeping engines.
     host: dict[str, int]
     checkpoint: int  # of the actor
     left_out: tuple[str, ...]  # components
@@ -62,12 +62,14 @@ def estimate(model: Architecture, plan: Plan, gpu_bytes: int, drafter: Drafter |
         phases["rollout pool"] = Phase({**served, **context})
     node = min(plan.gpus_per_node, plan.train_gpus)
     gpus = min(plan.gpus_per_node, plan.train_gpus if plan.colocated else plan.rollout_gpus)
+    replicas = max(1, gpus // plan.replica_gpus)
     host = {
         "offloaded states": node * memory.offloaded(model, training),
         "reference": node * (reference - on_gpu_reference),
         # the first rank reads the whole model before it is split
         "model while loading": (4 if training.engine != "megatron" else 2) * model.parameters,
-        "texts for drafts": max(1, gpus // plan.replica_gpus) * plan.rollout.text_bytes,
+        "texts for drafts": replicas * plan.rollout.text_bytes,
+        "KV blocks": replicas * plan.rollout.host_cache,
         "sleeping engines": plan.keeps_weights * gpus * serving.weights,
     }
     left_out = [name for name, present in (("the critic", plan.critic), ("LoRA's savings", plan.lora > 0)) if present]

@@ -218,12 +218,14 @@ def _lighter(phase: str, plan: Plan) -> str:
 
 
 def host_memory(found: Estimate, config: Any, machine: Machine) -> Check:
-    """Check offloaded states, loading, texts for drafts, sleeping engines and Ray's object store against the host."""
+    """Check offloaded states, loading, texts for drafts, KV blocks, sleeping engines and Ray's object store."""
     ray = object_store(OmegaConf.select(config, OBJECT_STORE), machine.host_bytes)
     needed = sum(found.host.values()) + ray
     remedy = (
         "offload less, lower +ray_kwargs.ray_init.object_store_memory or drafting.history_memory, or use a larger node"
     )
+    if found.host["KV blocks"]:
+        remedy += "; engine_kwargs.vllm.kv_offloading_size is GiB of each replica"
     if found.host["sleeping engines"]:
         remedy += "; engines with a drafter of the model (drafting.model, mtp.enable_rollout) or LoRA adapters "
         remedy += "(unless actor_rollout_ref.model.lora.merge=true) keep their weights on the host while they sleep"
@@ -231,7 +233,8 @@ def host_memory(found: Estimate, config: Any, machine: Machine) -> Check:
         "host memory",
         needed <= machine.host_free,
         f"{gib(needed)} needed, {gib(machine.host_free)} free: offloaded states, model loading, texts for drafts "
-        f"({gib(found.host['texts for drafts'])}), weights of sleeping engines ({gib(found.host['sleeping engines'])}) "
+        f"({gib(found.host['texts for drafts'])}), KV blocks ({gib(found.host['KV blocks'])}), "
+        f"weights of sleeping engines ({gib(found.host['sleeping engines'])}) "
         f"and Ray's object store ({gib(ray)})",
         remedy,
         WARN,

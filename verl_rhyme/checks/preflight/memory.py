@@ -77,6 +77,7 @@ class Rollout:
     draft_tokens: int = 0  # most of a request in a step; each has a state of recurrent layers
     draft_bytes: int = 0  # for the logits of draft tokens, in addition to vLLM's profiled peak
     text_bytes: int = 0  # of decoded histories and of live texts in a replica's host memory
+    host_cache: int = 0  # bytes of KV blocks in a replica's host memory (vLLM's ``kv_offloading_size``)
     adapters: int = 0  # rank of LoRA adapters that vLLM keeps apart from the weights
 
 

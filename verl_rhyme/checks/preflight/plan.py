@@ -233,6 +233,7 @@ def _rollout(config: Any, rhyme: RhymeConfig | None, fields: Mapping[str, Any], 
         ),
         draft_bytes=drafting.logits_memory if drafting else 0,
         text_bytes=_text_bytes(config, rhyme) if rhyme and drafting else 0,
+        host_cache=int(float(engine.get("kv_offloading_size") or 0) * (1 << 30)),
         adapters=adapters,
     )
 

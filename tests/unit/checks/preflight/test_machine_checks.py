@@ -352,6 +352,16 @@ def test_an_adapter_needs_its_folder(world, tmp_path):
     assert ("model", "fail") not in complaints(preflight(world, *lora))
 
 
+def test_kv_blocks_in_host_memory_are_counted_for_each_replica(world, monkeypatch):
+    monkeypatch.setattr(checks, "detect_machine", lambda: replace(HERE, host_free=1 << 30))
+    none, found = preflight(world), preflight(world, f"{R}.engine_kwargs.vllm.kv_offloading_size=1.5")
+    assert none.estimate.host["KV blocks"] == 0
+    assert "kv_offloading_size" not in only(none, "host memory").remedy
+    assert found.estimate.host["KV blocks"] == 4 * 3 << 29
+    assert f"KV blocks ({gib(4 * 3 << 29)})" in only(found, "host memory").detail
+    assert "kv_offloading_size" in only(found, "host memory").remedy
+
+
 def test_merged_adapters_are_not_kept(world):
     lora = ["actor_rollout_ref.model.lora_rank=32", f"{R}.custom.rhyme.drafting.max_tokens=8"]
     for merged in (["actor_rollout_ref.model.lora.merge=true"], RELAY):
