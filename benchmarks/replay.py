@@ -3,7 +3,8 @@
 Each recorded response is the path that the target model sampled. A draft token is accepted if it equals that path. This
 is an unbiased estimate of one-hot rejection sampling: a draft x is accepted with probability p(x), and the trace has x
 with probability p(x). Requests run interleaved in a fixed number of slots, so that drafters can learn from live
-siblings. The responses of a training step enter the history at its end.
+siblings. Each turn of a response is a request. The responses of a training step, without answers of tools, enter the
+history at its end.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Tally:
     Attributes:
         emitted, drafted, accepted: Tokens; without each response's first token, which prefill gives.
         steps: Verify steps, one per request and decoding step.
-        longest: For each training step, tokens per verify step of its longest response.
+        longest: For each training step, tokens per verify step of its longest request.
         seconds: Seconds in the arm, all methods except ``end_step``.
         per_request: Seconds of each decoding step divided by its requests.
     """
@@ -96,7 +97,8 @@ def replay(
     tallies: dict[int, Tally] = {}
     for responses in steps:
         tally = tallies.setdefault(responses[0].epoch, Tally())
-        queue = deque(r for r in responses if len(r.tokens))
+        turns = [(turn, request) for r in responses for turn, request in enumerate(r.turns())]
+        queue = deque(request for _, request in sorted(turns, key=lambda each: each[0]))
         free = list(range(slots))
         live: list[_Live] = []
         taken: dict[str, int] = {}
@@ -156,7 +158,7 @@ def replay(
                 tally.drafted += len(draft)
                 tally.accepted += accepted
                 tally.emitted += len(emitted)
-        last = max(responses, key=lambda r: len(r.tokens))
+        last = max((request for _, request in turns), key=lambda r: len(r.tokens))
         tally.longest.append((len(last.tokens) - 1) / max(1, taken[last.id]))
-        arm.end_step(responses)
+        arm.end_step([response.of_policy() for response in responses])
     return tallies

@@ -4,6 +4,7 @@
     python -m benchmarks.traces convert RUN_DIR OUT.parquet
 
 A trace has every trained response of a run: step, epoch, prompt (key and tokens), sample, tokens, log-probs, reward.
+Tokens that the policy did not generate, such as a tool's answer, have the log-prob NaN.
 ``record`` makes a training run in the real stack (``recipes/run_tiny_cpu.sh``). ``convert`` reads any run that logged
 its responses (``actor_rollout_ref.rollout.custom.rhyme.events.responses=true``), including yours.
 """
@@ -14,7 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -46,6 +47,26 @@ class Response:
     prompt: np.ndarray
     tokens: np.ndarray
     logprobs: np.ndarray
+
+    def turns(self) -> list[Response]:
+        """Return each turn of the policy as a response whose prompt is all that was before it."""
+        policy = np.diff(~np.isnan(self.logprobs), prepend=False, append=False)
+        ends = np.flatnonzero(policy).reshape(-1, 2)
+        return [
+            replace(
+                self,
+                id=f"{self.id}-{turn}",
+                prompt=np.concatenate([self.prompt, self.tokens[:begin]]),
+                tokens=self.tokens[begin:end],
+                logprobs=self.logprobs[begin:end],
+            )
+            for turn, (begin, end) in enumerate(ends)
+        ]
+
+    def of_policy(self) -> Response:
+        """Return the response without the tokens that the policy did not generate, as the history has it."""
+        policy = ~np.isnan(self.logprobs)
+        return replace(self, tokens=self.tokens[policy], logprobs=self.logprobs[policy])
 
 
 def load(path: str | os.PathLike[str]) -> list[list[Response]]:
