@@ -22,9 +22,12 @@ SMALL = (
     f"data.train_batch_size={BATCH}",
     f"actor_rollout_ref.rollout.n={SAMPLES}",
     f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
+    f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={BATCH * SAMPLES}",
+    f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={BATCH * SAMPLES}",
     "actor_rollout_ref.rollout.max_num_seqs=8",
     "trainer.save_freq=1",  # the weights of each version
     "trainer.max_actor_ckpt_to_keep=null",
+    f"actor_rollout_ref.rollout.multi_turn.function_tool_path={ROOT / 'tests' / 'e2e' / 'counted_search.py'}",
 )
 RUNS = {
     "full-k1": {"RHYME": "full", "STALENESS": "1"},

@@ -1,5 +1,5 @@
-"""Imported by verl in every process of a run (``VERL_USE_EXTERNAL_MODULES``): writes each call of a tool, each turn's
-noise and each trained trajectory to the run's folder."""
+"""Imported by verl in every process of a run (``VERL_USE_EXTERNAL_MODULES``): writes each turn's noise and each
+trained trajectory to the run's folder."""
 
 import json
 import os
@@ -7,15 +7,14 @@ from pathlib import Path
 
 import transfer_queue as tq
 import wrapt
-from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 
-from verl_rhyme.agent_loop.session import Session, current
+from verl_rhyme.agent_loop.session import Session
 from verl_rhyme.processes.request import FIELD
 
 _FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs", "extra_fields"]
 
 
-def _write(file, row):
+def write(file, row):
     with Path(os.environ["RUN_DIR"], file).open("a") as lines:
         lines.write(json.dumps(row) + "\n")
 
@@ -31,13 +30,8 @@ def _watch(owner, name, note):
     setattr(owner, name, watched)
 
 
-def _called(_, loop, call, *__):
-    session = current()
-    _write("calls.jsonl", {"attempt": session.name if session else "", "name": call.name, "call": call.arguments})
-
-
 def _drawn(noise, session, turn):
-    _write("noise.jsonl", {"attempt": session.name, "prompt": turn.prompt, "noise": noise})
+    write("noise.jsonl", {"attempt": session.name, "prompt": turn.prompt, "noise": noise})
 
 
 def _trained(_, trainer, batch, *__):
@@ -47,10 +41,9 @@ def _trained(_, trainer, batch, *__):
             row = dict(zip(_FIELDS, columns, strict=True))
             extra = row.pop("extra_fields")
             lists = {name: column.tolist() for name, column in row.items()}
-            _write("trained.jsonl", {"key": key, "step": trainer.global_steps, "requests": extra[FIELD], **lists})
+            write("trained.jsonl", {"key": key, "step": trainer.global_steps, "requests": extra[FIELD], **lists})
 
 
-_watch(ToolAgentLoop, "_call_tool", _called)
 _watch(Session, "noise_of", _drawn)
 
 

@@ -1,5 +1,9 @@
 """Our drafter on a recorded trace compared with the paper's."""
 
+from dataclasses import replace
+
+import numpy as np
+
 from benchmarks import traces
 from benchmarks.arms import NoDrafts, Rhyme, released
 from benchmarks.draft_quality import summary
@@ -23,3 +27,23 @@ def test_our_drafter_beats_both_histospecs_at_no_higher_cost():
     assert warm["tokens_per_step"] > 1.3 * paper["tokens_per_step"]
     assert warm["tokens_per_step"] > 1.5 * theirs["tokens_per_step"]
     assert warm["verified_per_token"] < 1.1 * paper["verified_per_token"]
+
+
+def test_each_turn_is_a_request_and_tools_answers_are_no_history():
+    [whole, *_] = next(iter(traces.load(traces.FOLDER / "qwen2-t1.parquet")))
+    tool = slice(10, 15)
+    logprobs = whole.logprobs.copy()
+    logprobs[tool] = np.nan
+    first, second = replace(whole, logprobs=logprobs).turns()
+    assert first.tokens.tolist() == whole.tokens[:10].tolist()
+    assert second.tokens.tolist() == whole.tokens[15:].tolist()
+    assert second.prompt.tolist() == [*whole.prompt, *whole.tokens[:15]]
+    seen = []
+
+    class Seen(NoDrafts):
+        def end_step(self, responses):
+            seen.extend(responses)
+
+    tallies = replay([[replace(whole, logprobs=logprobs)]], Seen())
+    assert seen[0].tokens.tolist() == np.delete(whole.tokens, tool).tolist()
+    assert tallies[whole.epoch].emitted == len(whole.tokens) - 5 - 2, "less the first token of each turn"
