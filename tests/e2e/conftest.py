@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -172,6 +171,8 @@ def build_engine(small_model):
     It draws with our sampler where it drafts, and where it is given ``draws=True``.
     """
 
+    from verl_rhyme.history.reader import HistoryReader
+
     def build(history_dir=None, model=None, drafting=None, namespace=NAMESPACE, draws=False, **options):
         import torch
         from vllm import LLM
@@ -229,7 +230,10 @@ def build_engine(small_model):
                 engine.llm_engine.model_executor.driver_worker.worker.model_runner.drafter._drafter._match = 1, 4
         return engine
 
-    return build
+    with pytest.MonkeyPatch.context() as patch:
+        # A reader looks for a replaced store once a second; here at each access.
+        patch.setattr(HistoryReader.__init__, "__defaults__", (0.0,))
+        yield build
 
 
 _WRITER = """
@@ -239,13 +243,15 @@ from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
 
-folder, namespace, responses = json.load(sys.stdin)
-store = HistoryStore(folder, namespace, max_bytes=1 << 24, epochs=2)
-store.clear()
-trajectories = [Trajectory(prompt_key(p), np.asarray(r, np.int32), 1.0, 0, 0, i) for i, (p, r) in enumerate(responses)]
-if trajectories:
-    store.append(trajectories, step=1)
-store.close()
+for line in sys.stdin:
+    folder, namespace, responses = json.loads(line)
+    store = HistoryStore(folder, namespace, max_bytes=1 << 24, epochs=2)
+    store.clear()
+    made = [Trajectory(prompt_key(p), np.asarray(r, np.int32), 1.0, 0, 0, i) for i, (p, r) in enumerate(responses)]
+    if made:
+        store.append(made, step=1)
+    store.close()
+    print("written", flush=True)
 """
 
 
@@ -297,14 +303,16 @@ def allow_grammars(monkeypatch):
 def write_history():
     """``write_history(folder, [(prompt, response), ...])`` replaces what a store holds (token ids)."""
     held = {}
+    # In another process, as in training: LMDB wants one opening each.
+    writer = subprocess.Popen([sys.executable, "-c", _WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def write(folder, responses):
         message = json.dumps([str(folder), NAMESPACE, responses], default=int)
-        if held.get(folder) == message:
-            return
-        # In another process, as in training: LMDB wants one opening each.
-        subprocess.run([sys.executable, "-c", _WRITER], input=message, text=True, check=True, timeout=120)
-        time.sleep(1.1)  # a reader looks once a second whether the store was replaced
-        held[folder] = message
+        if held.get(folder) != message:
+            print(message, file=writer.stdin, flush=True)
+            assert writer.stdout.readline() == "written\n", "the writer died"
+            held[folder] = message
 
-    return write
+    yield write
+    writer.stdin.close()
+    writer.wait(timeout=60)
