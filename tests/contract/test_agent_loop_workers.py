@@ -46,9 +46,9 @@ def test_without_rhyme_the_workers_are_verls_class(custom, worker):
 class Worker:
     """Takes starts, and validation prompts by number; on command it dies, or blocks as a careless tool does."""
 
-    def __init__(self, mood="well"):
-        import tensordict  # noqa: F401  as the real ones, which know what they are sent once they have started
-
+    def __init__(self, mood="well", validates=False):
+        if validates:  # the real ones know what they are sent once they have started
+            import tensordict  # noqa: F401
         self.mood, self.about, self.validated, self.running = mood, [], [], []
 
     async def attach(self, coordinator):
@@ -156,11 +156,11 @@ async def test_attempts_of_a_dead_worker_are_lost_and_others_get_the_next(mood):
 
 class Manager(SessionAgentLoopManager):
     def __init__(self, moods, patience_s):
-        self.agent_loop_workers = [Worker.remote(mood) for mood in moods]
+        self.agent_loop_workers = [Worker.remote(mood, validates=True) for mood in moods]
         self._ready, self._sent, self._patience_s = [], [], patience_s
 
     async def _init_agent_loop_workers(self):
-        self.agent_loop_workers = [Worker.remote()]
+        self.agent_loop_workers = [Worker.remote(validates=True)]
 
 
 def test_validation_prompts_of_dead_workers_go_to_others():
