@@ -60,8 +60,8 @@ class Workload:
 WORKLOADS = {
     "search": Workload(Turns(4, 0.35, (0.5, 5), 600), 150, 600),
     "example": Workload(Turns(8, 0.35, (5, 60), 200), 300, 800),
-    "retool": Workload(Turns(6, 0.35, (2, 20), 150), 900, 500, slots=256),
-    "swe": Workload(Turns(25, 0.35, (8, 240), 700), 250, 2500, slots=256),
+    "retool": Workload(Turns(6, 0.35, (2, 20), 150, most=12), 900, 500, slots=256),
+    "swe": Workload(Turns(25, 0.35, (8, 240), 700, most=60), 250, 2500, slots=256),
 }
 
 

@@ -27,7 +27,7 @@ from verl_rhyme.coordinator.cleanup import Cleanup
 from verl_rhyme.coordinator.migrations import Migrations
 from verl_rhyme.coordinator.worker_pool import START_S, WorkerPool
 from verl_rhyme.lengths.predictor import Forecast
-from verl_rhyme.observability.batches import batch_metrics, forecast_metrics, placement_metrics
+from verl_rhyme.observability.batches import batch_metrics, forecast_metrics, placement_metrics, tool_metrics
 from verl_rhyme.observability.log_handler import add_log_handler
 from verl_rhyme.placement import Move, Placement
 from verl_rhyme.processes import queue
@@ -284,6 +284,7 @@ class Coordinator:
                 **batch_metrics(batch, setting.slots, taken),
                 **forecast_metrics(self._expectations),
                 **placement_metrics(rollout.dispatch),
+                **tool_metrics(setting.rules, self._capacity.away),
             },
             filtered=batch.filtered,
             failed=batch.failed,

@@ -10,6 +10,7 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.batch import Batch
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
+from verl_rhyme.scheduling.rules import Rules
 
 
 def forecast_metrics(expectations: Expectations) -> dict[str, float]:
@@ -26,6 +27,11 @@ def placement_metrics(dispatch: Dispatch) -> dict[str, float]:
     moved, dispatch.moved = dispatch.moved, 0
     errors = dispatch.placement.errors
     return {names.PLACEMENT_MOVED: float(moved), **({names.PLACEMENT_ERRORS: float(errors)} if errors else {})}
+
+
+def tool_metrics(rules: Rules, away: float) -> dict[str, float]:
+    """Return advice if samples are outside the engines for a share ``away`` of their lives."""
+    return {names.SLOW_TOOLS: 1.0} if rules.wants_slack(away) else {}
 
 
 def batch_metrics(batch: Batch, slots: int, taken: float | None = None) -> dict[str, float]:

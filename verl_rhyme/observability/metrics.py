@@ -96,6 +96,8 @@ RANKER_FAILURES = "rollout/lengths/ranker_failures"  # count: failed calls of it
 PLACEMENT_MOVED = "rollout/placement/moved"  # samples: moved to another replica
 PLACEMENT_ERRORS = "rollout/placement/errors"  # count: least loaded replica used instead; report a bug
 
+SLOW_TOOLS = "rollout/tools/slow"  # 1: set `max_staleness=3`, `scheduling.in_flight=2`
+
 # -- Weights (relay)
 REPLICAS_BEHIND = "rollout/weights/replicas_behind"  # replicas: lacked the previous version; check the network
 SLOW_LINK_MB = "rollout/weights/slow_link_mb"  # MB: sent between sites; keep `weights.pack=true`
@@ -138,6 +140,9 @@ REPLICA_ADVICE = "rollout/replicas/advice"  # -1, 0, 1: a replica less or more
 REPLICAS_SERVING = "rollout/replicas/serving"  # replicas: serving (`streaming.elastic`)
 REPLICA_MOVES = "rollout/replicas/moved_samples"  # samples: moved by a change of replicas
 REPLICA_CHANGE_S = "rollout/replicas/change_s"  # s: of such a change
+
+#: Advice where :data:`SLOW_TOOLS` is logged.
+SLOW_TOOLS_ADVICE = "slow tools: max_staleness=3 with scheduling.in_flight=2 is faster at about this mean staleness"
 
 #: Share of the tokens below which drafts are hardly worth their cost.
 LOW_YIELD = 0.1

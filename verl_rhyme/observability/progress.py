@@ -61,6 +61,8 @@ def step_line(step: int, data: Mapping[str, Any], total_steps: int | None = None
     if most := value(metrics.STALENESS_MAX, metrics.VERL_STALENESS_MAX):
         mean = value(metrics.STALENESS_MEAN, metrics.VERL_STALENESS_MEAN) or 0.0
         parts.append(f"staleness {mean:.1f} (max {most:.0f})")
+    if value(metrics.SLOW_TOOLS):
+        parts.append(metrics.SLOW_TOOLS_ADVICE)
     validation = {name: v for name in data if name.startswith("val-core/") and (v := value(name)) is not None}
     parts += [f"validation {name.split('/', 1)[1]} {v:.2f}" for name, v in validation.items()]
     return " | ".join(parts)

@@ -90,6 +90,8 @@ def read(
         summary["step_cost"] = calculated["source"]
         summary["step_factor"] = step_factor(requests, StepCost(**calculated["step"]))
     problems = [*dict.fromkeys(str(warning.message) for warning in caught)]
+    if metrics.finite(by_step[max(by_step)], metrics.SLOW_TOOLS):
+        problems.append(metrics.SLOW_TOOLS_ADVICE)
     if not log.is_dir():
         problems.append(f"{run} has no event log (events/ next to its checkpoints), so there are no lanes")
     elif measured is None:

@@ -50,6 +50,7 @@ class Turns:
     spread: float = 0.35  # standard deviation of the logarithm of their number
     tool_seconds: tuple[float, float] = (0.0, 0.0)  # median and 99th percentile
     tool_tokens: int = 0  # of an answer
+    most: int = 64  # turns (verl's max_assistant_turns)
 
     def __post_init__(self) -> None:
         median, p99 = self.tool_seconds
@@ -61,7 +62,7 @@ class Turns:
 
     def numbers(self, place: npt.NDArray[np.float64]) -> Ints:
         """Return the turns at quantiles of the standard normal distribution."""
-        return np.maximum(1, np.rint(self.mean * np.exp(self.spread * place))).astype(np.int64)
+        return np.clip(np.rint(self.mean * np.exp(self.spread * place)), 1, self.most).astype(np.int64)
 
     def seconds(self, rng: np.random.Generator, calls: int) -> npt.NDArray[np.float64]:
         median, p99 = self.tool_seconds

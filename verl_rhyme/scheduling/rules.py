@@ -34,6 +34,10 @@ LOADED_BATCHES = 3.0
 #: Tail batching (RollPacker, NSDI'26): batches in flight.
 TAIL_BATCHES = 1.125
 
+#: Share of a sample's life in tools from which three versions of slack gain at one version's mean staleness
+#: (``python -m benchmarks.agents``).
+SLOW_TOOLS = 0.4
+
 #: Seconds for which an update batch waits for rewards, and on-policy for the ends of samples that are busy elsewhere (a
 #: tool).
 STOP_WAIT_S = 30.0
@@ -140,6 +144,14 @@ class Rules:
         if self.max_staleness > 0:
             return "continue"
         return "finish" if self.separate and self.batches <= 1 else "regenerate"  # no sample runs at a new version then
+
+    def wants_slack(self, away: float) -> bool:
+        """Whether ``max_staleness=3`` with two batches in flight gains, where samples are in tools for such a share.
+
+        Each step then waits less for the slowest chain of tools. Two batches in flight keep the mean staleness.
+        """
+        loaded = self.take == "loaded" or self.refill == "when_empty"
+        return self.separate and self.max_staleness in (1, 2) and self.batches == 2 and not loaded and away > SLOW_TOOLS
 
     @property
     def summary(self) -> str:

@@ -66,6 +66,7 @@ class WorkloadFile:
     wander: float = 0.2
     turns: float = 1.0
     turns_spread: float = 0.35
+    max_turns: int = 64
     tool_seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
     tool_tokens: int = 0
     seed: int = 0
@@ -175,7 +176,9 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
             raise ClusterError(f"{path}: {name} must be {', '.join(values)}, not {value!r}")
     if len(work.tool_seconds) != 2:
         raise ClusterError(f"{path}: workload.tool_seconds must be median and 99th percentile, not {work.tool_seconds}")
-    turns = Turns(work.turns, work.turns_spread, (work.tool_seconds[0], work.tool_seconds[1]), work.tool_tokens)
+    turns = Turns(
+        work.turns, work.turns_spread, (work.tool_seconds[0], work.tool_seconds[1]), work.tool_tokens, work.max_turns
+    )
     percentiles = by_percentile(work.percentiles, "workload", path)
     lengths = Lengths(percentiles, work.response_limit, work.alike, work.wander, turns)
     prompts = lengths.epochs(work.prompts, work.samples, work.epochs, work.prompt_tokens, work.seed)

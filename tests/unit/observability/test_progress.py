@@ -48,6 +48,7 @@ DROPPED = {m.FILTERED_GROUPS: 40.0, m.FILTERED_SCORE: 0.25, m.FAILED_PROMPTS: 3.
         ({**TRAJECTORIES, **GROUPS}, "staleness 1.0 (max 2)"),
         ({**GROUPS, m.STALENESS_MAX: 0.0, **TRAJECTORIES}, ""),
         (TRAJECTORIES, "staleness 2.0 (max 4)"),
+        ({m.SLOW_TOOLS: 1.0}, m.SLOW_TOOLS_ADVICE),
         (DROPPED, "40 groups dropped: equal scores (mean 0.25), 3 prompts failed"),
         ({m.FILTERED_GROUPS: 1.0}, "1 group dropped: equal scores"),  # in verl's trainer modes
         (dict.fromkeys(DROPPED, 0.0), ""),

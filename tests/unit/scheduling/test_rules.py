@@ -58,3 +58,21 @@ def test_batches_in_flight_follow_from_the_bound(rules, batches):
 def test_on_policy_whole_batches_are_loaded_together_with_and_without_drafts(options, batches, refill, put_off, drafts):
     found = of_options(SchedulingConfig(**options), 0, separate=False, drafts=drafts)
     assert (found.batches, found.refill, found.put_off) == (batches, refill, put_off)
+
+
+@pytest.mark.parametrize(
+    ("changes", "away", "wants"),
+    [
+        ({}, 0.7, True),
+        ({"max_staleness": 2}, 0.7, True),
+        ({}, 0.2, False),
+        ({"max_staleness": 3, "in_flight": 2}, 0.7, False),  # what it advises
+        ({"max_staleness": 4}, 0.7, False),
+        ({"max_staleness": 0}, 0.7, False),
+        ({"separate": False}, 0.7, False),
+        ({"take": "loaded"}, 0.7, False),
+    ],
+)
+def test_slack_is_advised_only_where_tools_are_slow_and_it_keeps_the_mean_staleness(changes, away, wants):
+    rules = Rules(**{"batch_prompts": 4, "batch_samples": 16, "max_staleness": 1, "separate": True, **changes})
+    assert rules.wants_slack(away) is wants

@@ -14,6 +14,7 @@ from verl_rhyme.config import PRESETS, StreamingConfig
 from verl_rhyme.planning.typed_yaml import ClusterError
 from verl_rhyme.simulation import summary
 from verl_rhyme.simulation.cluster_file import load
+from verl_rhyme.simulation.run import Simulation
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "simulate" / "dapo32b.yaml"
 PARTS = round(1 / (StreamingConfig().part or 1.0))
@@ -144,3 +145,22 @@ def test_the_gradient_of_token_mean():
     product = sum(a * b for a, b in zip(equal, by_tokens, strict=True))
     assert summary.token_mean([100, 300]) == pytest.approx(product / math.hypot(*equal) / math.hypot(*by_tokens))
     assert summary.token_mean([200, 200]) == pytest.approx(1)
+
+
+def test_turns_and_tools_of_a_cluster_file_slow_a_run():
+    """Each sample waits for its tools; its tokens count as those of one turn do."""
+    tools = ["workload.turns=4", "workload.tool_seconds=[30,90]", "workload.tool_tokens=100"]
+    small = [*SMALL, "workload.response_limit=2000", "preset=full"]
+    small += [f"workload.percentiles.{percent}={tokens}" for percent, tokens in ((50, 100), (90, 200), (99, 300))]
+    plain, slow = ([*load(EXAMPLE, [*small, *more]).prompts] for more in ([], tools))
+    assert {len(sample) for prompt in slow for sample in prompt.turns} > {3, 4, 5}
+    assert not any(prompt.turns for prompt in plain)
+    seconds = []
+    for more in ([], tools):
+        loaded = load(EXAMPLE, [*small, *more])
+        seconds.append(Simulation(loaded.scenario, loaded.prompts, loaded.updates).run()[0].rollout)
+    assert seconds[1] > seconds[0] + 60
+    with pytest.raises(ClusterError, match="tool_seconds must be median and 99th percentile"):
+        load(EXAMPLE, ["workload.tool_seconds=[1]"])
+    with pytest.raises(ClusterError, match="turns must be at least 1"):
+        load(EXAMPLE, ["workload.turns=0.5"])
