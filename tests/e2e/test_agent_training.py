@@ -109,13 +109,12 @@ def test_the_mask_has_what_requests_generated(run):
 
 
 def weights_of(folder, version):
-    """The model that made a version's tokens: verl sends weights in bfloat16."""
+    """The model that made a version's tokens."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     if version:
         file = folder / "checkpoints" / f"global_step_{version}" / "actor" / "model_world_size_1_rank_0.pt"
         state = torch.load(file, weights_only=False)
-        whole = {name: getattr(tensor, "_local_tensor", tensor).bfloat16() for name, tensor in state.items()}
-        model.load_state_dict(whole)
+        model.load_state_dict({name: getattr(tensor, "_local_tensor", tensor) for name, tensor in state.items()})
     return model
 
 
@@ -136,7 +135,7 @@ def test_log_probs_are_those_of_the_version_that_made_a_token(run):
             exact = logits[torch.arange(len(at)), sequence[at]]
             given = torch.tensor(row["rollout_log_probs"][begin:end])
             worst = max(worst, (exact - given).abs().max().item())
-    assert worst < 5e-3
+    assert worst < 1e-4
     if "full-k1" in name:
         assert any(version < step - 1 for step, version in versions), "no sample ran over an update"
 

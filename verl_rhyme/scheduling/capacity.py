@@ -32,8 +32,8 @@ class Capacity:
     request thus holds ``(sum p L + sum L**2 / 2) / sum L`` tokens, with ``p`` the tokens of its prompt. At most
     ``slots`` requests are at the engines, queued ones included, and ``room`` tokens of them (``None`` where unknown).
     Samples outside the engines count for neither, until contexts that waited for a tool turn out to be evicted. Then
-    fewer samples start, but not fewer than those whose contexts all fit, until prefilling contexts again (``cost`` has
-    its seconds) takes little time.
+    fewer samples start, until prefilling contexts again (``cost`` has its seconds) takes little time, but not fewer
+    than keep as many requests at the engines as fit (and at most ``room`` in contexts of all).
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class Capacity:
         weights = _AGAIN * self._cost.step.base * steps * replicas / max(1.0, running)
         again = self._cost.prefill * evicted
         spared = max(0.0, self._spared + _GAIN * (again / max(weights, 1e-9) - 1))
-        self._spared = min(spared, max(0.0, most - self._room / 2 / self.held))
+        fits = self._room / 2 / self.held
+        self._spared = min(spared, max(0.0, most - min(2 * fits, fits / max(1 - self.away, 1e-2))))
 
     @property
     def held(self) -> float:
