@@ -130,6 +130,8 @@ def test_log_probs_are_those_of_the_version_that_made_a_token(run):
             if version not in models:
                 models[version] = weights_of(folder, version)
             end = min(end, len(row["responses"]))
+            if begin >= end:  # a turn beyond the response's limit
+                continue
             at = len(row["prompts"]) + torch.arange(begin, end)
             logits = models[version](sequence[None, : at[-1] + 1]).logits[0, at - 1].log_softmax(-1)
             exact = logits[torch.arange(len(at)), sequence[at]]
