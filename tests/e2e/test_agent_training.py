@@ -105,7 +105,7 @@ def test_the_mask_has_what_requests_generated(run):
         assert not np.array(row["rollout_log_probs"])[mask == 0].any()
         for policy, tokens in turns_of(row):
             text = tokenizer.decode(tokens)
-            assert ("<tool_response>" in text) != policy, text
+            assert policy or "<tool_response>" in text, text  # the policy may write anything
 
 
 def weights_of(folder, version):
