@@ -2,12 +2,11 @@
 
     python -m benchmarks.agents [--json] [--quick] [--only TEXT] [--seeds 3]
 
-Qwen2.5-7B on H800s, by data sheets; 64 prompts x 8 a batch, without drafts. ``whole runs`` have four replicas of 64
-slots that train eight batches; ``over`` is the ratio to verl's ``separate_async``, whose mean staleness is 2. With
-``work waiting`` one replica always has prompts to start; ``over`` is the ratio to a limit of started samples at twice
+Qwen2.5-7B on H800s, by data sheets; 64 prompts x 8 a batch, without drafts. ``training runs`` have four replicas of 64
+slots that train eight batches; ``over`` is the ratio to verl's ``separate_async``. With ``work waiting`` one replica
+always has prompts to start; ``over`` is the ratio to a limit of started samples at twice
 slots or KV caches, wherever they are. ``host KV``: 150 GB of host memory keep what the cache evicts (2.3 us a token).
-Figures
-are without the first two batches, the mean of the seeds.
+Figures are without the first two batches, the mean of the seeds.
 """
 
 from __future__ import annotations
@@ -164,12 +163,12 @@ def replica(slots: int) -> ReplicaCost:
 def compare(only: str, seeds: Sequence[int], scale: int) -> Iterator[Row]:
     """Yield a row for each workload, kind of run and arm."""
     for name in WORKLOADS:
-        for kind, arms in (("whole runs", WHOLE), ("work waiting", WAITING)):
+        for kind, arms in (("training runs", WHOLE), ("work waiting", WAITING)):
             base: list[float] = []
             for arm in arms:
                 if only not in f"{name} {kind}":
                     continue
-                runs = [simulate(name, arm, kind != "whole runs", seed, scale) for seed in seeds]
+                runs = [simulate(name, arm, kind != "training runs", seed, scale) for seed in seeds]
                 figures = {of: fmean(run[of] for run in runs) for of in runs[0]}
                 speeds = [run["made_per_s" if arms is WAITING else "tokens_per_s"] for run in runs]
                 base = base or speeds

@@ -55,7 +55,7 @@ class Turn:
     number: int = 0  # of turns with the same prompt that began before it in the attempt
     # int32, text of earlier attempts or requests in the turn, to draft from; never changed in place
     draft: array[int] = field(default_factory=lambda: array("i"))
-    answers: dict[int, tuple[str, str]] = field(default_factory=dict)  # tool call and answer in JSON, in calling order
+    answers: dict[int, list[str]] = field(default_factory=dict)  # tool call and answer in JSON, by place of the call
 
     def drop(self) -> None:
         """Begin the turn again: its tokens become the draft, with the rest of a longer one."""

@@ -53,14 +53,14 @@ async def _answer(name: str, parameters: dict[str, Any], call: Callable[[], Awai
         return await call()
     turn, place, question = asked.turn, asked.tools, json.dumps([name, parameters], default=str)
     asked.tools += 1
-    known, text = turn.answers.get(place, ("", ""))
+    known, text = turn.answers.get(place, ["", ""])
     if known == question:
         response, reward, metrics = json.loads(text)
         return ToolResponse(**response), reward, metrics
     answer = await call()
     response, reward, metrics = answer
     try:
-        turn.answers[place] = question, json.dumps([response.model_dump(exclude_none=True), reward, metrics])
+        turn.answers[place] = [question, json.dumps([response.model_dump(exclude_none=True), reward, metrics])]
     except TypeError:  # an image
         turn.answers.pop(place, None)
     return answer

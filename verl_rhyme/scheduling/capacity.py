@@ -41,6 +41,7 @@ class Capacity:
     ) -> None:
         self._slots, self._room, self._cost = slots, room, cost
         self._lengths, self._held, self._engine_s, self._life_s, self._spared = [*state, *[0.0] * (5 - len(state))]
+        self._caches = False  # whether a request has found its prompt: without prefix caching nothing is evicted
         self.share = 1.0  # of the replicas that serve
 
     @property
@@ -57,6 +58,7 @@ class Capacity:
             self._lengths = self._lengths * _DECAY + response
             self._held = self._held * _DECAY + response * (prompt + response / 2)
             steps += response - record.get("accepted_tokens", 0)
+            self._caches |= record.get("cached_tokens", 0) > 0
         for before, record in itertools.pairwise(records):
             context = before["prompt_tokens"] + before["response_tokens"]
             if record["prompt_tokens"] == context:  # the same turn goes on
@@ -64,7 +66,7 @@ class Capacity:
             calls += 1
             away += max(0.0, record["queued_at"] - before["finished_at"])
             same = before["policy_version_end"] == record["policy_version_start"]  # new weights empty the caches
-            if same and record["prompt_tokens"] > context and record["response_tokens"]:
+            if self._caches and same and record["prompt_tokens"] > context and record["response_tokens"]:
                 evicted += max(0, context - _BLOCK - record.get("cached_tokens", context))
         if records and (life := records[-1]["finished_at"] - records[0]["queued_at"]) > 0:
             self._engine_s = self._engine_s * _SHARES_DECAY + max(0.0, life - away)

@@ -137,8 +137,20 @@ def test_only_a_cache_that_evicts_limits_started_samples_and_it_recovers():
     assert run(2000, 1.0) == free
 
 
+def test_without_prefix_caching_no_limit_keeps_contexts():
+    """Each turn is prefilled as a whole, however few samples start."""
+    capacity, other = (Capacity(128, 100_000, (), COST) for _ in range(2))
+    other.observe(records([200] * 8))
+    for _ in range(300):
+        capacity.observe(records([200] * 8, prompt=3000, cached=0.0))
+        other.observe(records([200] * 8, prompt=3000, cached=0.0))
+    assert capacity.state[4] == 0
+    assert other.state[4] > 0
+
+
 def test_contexts_that_new_weights_emptied_count_for_nothing():
     capacity = Capacity(128, 100_000, (), COST)
+    capacity.observe(records([200] * 8))
     for _ in range(300):
         turns = records([200] * 8, cached=0.0)
         for version, record in enumerate(turns):
@@ -151,6 +163,7 @@ def test_contexts_that_new_weights_emptied_count_for_nothing():
 def test_the_limit_finds_the_number_of_contexts_from_which_the_cache_evicts(target):
     """A world in which the share of evicted contexts rises steeply above so many samples."""
     rng, capacity = random.Random(0), Capacity(256, 2 * 250_000, (), COST)
+    capacity.observe(records([100]))  # finds its prompt, of a sibling
     seen = []
     for i in range(6000):
         evicted = min(1.0, max(0.0, capacity.limit / target - 1))
