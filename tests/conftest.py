@@ -3,9 +3,11 @@
 A test module imports from here as ``from tests.conftest import examples``.
 """
 
+import gc
 import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,6 +27,19 @@ ONLY_SLOW = pytest.mark.skipif(not SLOW, reason="runs with RHYME_SLOW=1")
 def examples(usual: int, slow: int) -> int:
     """How many examples, seeds, rounds or seconds: ``slow`` of them with ``RHYME_SLOW=1``."""
     return slow if SLOW else usual
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """Seconds of the calling thread's CPU. Threads that earlier tests left do not count, nor do collections of the
+    garbage of a process that has imported everything."""
+    gc.collect()
+    gc.disable()
+    try:
+        began = time.thread_time()
+        work()
+        return time.thread_time() - began
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
