@@ -65,8 +65,11 @@ def replica(
     dtype: str = "bfloat16",
     utilization: float = UTILIZATION,
     slots: int = 256,
+    host: float = 0.0,
 ) -> ReplicaCost:
     """Return the cost of a replica of ``tp`` GPUs, whose engines take a share ``utilization`` of the memory.
+
+    ``host``: bytes of the host's memory for KV cache (vLLM's ``kv_offloading_size``), of all its GPUs.
 
     Raises ValueError if ``tp`` does not divide the model's attention heads, or ``dtype`` is not in :data:`DTYPES`.
     """
@@ -86,7 +89,7 @@ def replica(
         waiting=_WAITING,
     )
     room = (utilization * gpu.memory - weights - _ACTIVATIONS) / cache
-    return ReplicaCost(step, prefill=token, slots=slots, room=max(1.0, room), gpus=tp)
+    return ReplicaCost(step, prefill=token, slots=slots, room=max(1.0, room), gpus=tp, host=host / (tp * cache))
 
 
 def training_token(model: Architecture, gpu: GPU) -> float:

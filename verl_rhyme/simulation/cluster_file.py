@@ -6,6 +6,7 @@ code.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -36,6 +37,7 @@ class ReplicasFile:
     tp: int = 1
     dtype: str = "bfloat16"
     factor: float = 1.0  # measured over calculated time
+    kv_offloading_size: float = 0.0  # GiB of host memory for KV cache, of each replica
     profile: str | None = None
 
 
@@ -210,13 +212,18 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
 def _profile(config: ClusterFile, number: int, path: Path) -> Profile:
     kind = config.replicas[number]
     where = f"{path}: replicas.{number}"
+    if not 0 <= kind.kv_offloading_size < math.inf:
+        raise ClusterError(f"{where}.kv_offloading_size must be GiB, at least 0, not {kind.kv_offloading_size}")
     if kind.profile is not None:
+        if kind.kv_offloading_size:
+            raise ClusterError(f"{where}.kv_offloading_size: set host (tokens) in {kind.profile} instead")
         cost, source = profile.measured(kind.profile, path)
         return Profile(cost.slowed(kind.factor), source)
     if config.model is None or kind.gpu is None:
         missing = "model" if config.model is None else f"replicas.{number}.gpu"
         raise ClusterError(f"{path}: {missing} is missing: set it, or replicas.{number}.profile to a measured profile")
-    return profile.calculated(config.model, kind.gpu, kind.tp, kind.dtype, kind.factor, path, where)
+    host = kind.kv_offloading_size * (1 << 30)
+    return profile.calculated(config.model, kind.gpu, kind.tp, kind.dtype, kind.factor, path, where, host=host)
 
 
 def _training(config: ClusterFile, gpus: int, path: Path) -> TrainingCost:

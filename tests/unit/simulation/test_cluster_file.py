@@ -38,6 +38,17 @@ def test_training_is_calculated_for_the_gpus_that_train():
         load(EXAMPLE, [*fewer, "topology=separate"])
 
 
+def test_kv_cache_in_host_memory_is_that_of_a_replica(tmp_path):
+    """Of 32B on four GPUs a token has 64 layers x 8 key heads x 128 x 2 values of 2 bytes."""
+    loaded = load(EXAMPLE, [*SMALL, "replicas.0.kv_offloading_size=100"])
+    assert loaded.scenario.replicas[0].host == pytest.approx(100 * 2**30 / (64 * 8 * 128 * 2 * 2))
+    with pytest.raises(ClusterError, match="kv_offloading_size must be GiB, at least 0, not -1"):
+        load(EXAMPLE, ["replicas.0.kv_offloading_size=-1"])
+    (tmp_path / "measured.yaml").write_text("{source: here, step: {base: 0.01}}")
+    with pytest.raises(ClusterError, match=r"set host .tokens. in"):
+        load(EXAMPLE, [f"replicas.0.profile={tmp_path}/measured.yaml", "replicas.0.kv_offloading_size=1"])
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("topology", ["colocated", "separate"])
 def test_every_preset_is_simulated(preset, topology):
