@@ -28,6 +28,7 @@ RECIPES = {
     "qwen3_8b_grpo": 256,
     "qwen32b_ppo_math": 128,
     "qwen3_5_9b_dapo": 512,
+    "qwen3_30b_a3b_gspo": 512,
 }
 #: Recipes with one engine.
 FSDP_ONLY = ("qwen3_5_9b_dapo",)

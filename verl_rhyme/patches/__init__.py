@@ -48,6 +48,7 @@ VLLM = _load(
     "testing.vllm_cpu_expand",
     "testing.vllm_cpu_keep_weight",
     "testing.vllm_cpu_delta_net",
+    "testing.vllm_cpu_experts",
     "testing.vllm_cpu_async_output",
     "patches.vllm_asynchronous",
     "patches.vllm_stop_strings",
