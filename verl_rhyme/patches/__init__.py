@@ -35,6 +35,7 @@ VERL = _load(
     "patches.verl_logger_flush",
     "testing.mbridge_local_spec",
     "testing.mbridge_norm_names",
+    "testing.mbridge_expert_names",
     "testing.megatron_padding_mask",
     "testing.megatron_rng_state",
 )

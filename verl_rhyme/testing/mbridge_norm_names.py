@@ -16,6 +16,8 @@ _FUSED = {
 
 def _fused_names(original: Any, self: Any, mcore_weights_name: str) -> list[str]:
     for separate, fused in _FUSED.items():
+        if "pre_mlp" in separate and self.config.num_moe_experts:
+            continue  # mbridge has it separate before experts
         mcore_weights_name = mcore_weights_name.replace(separate, fused)
     return original(self, mcore_weights_name)
 

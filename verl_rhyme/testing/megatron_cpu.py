@@ -104,6 +104,9 @@ _TRANSFORMER = {
     "bias_dropout_fusion": False,
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_token_dispatcher_type": "allgather",  # the other one needs CUDA's streams
     "persist_layer_norm": False,
 }
 

@@ -13,12 +13,18 @@ def _plain_experts(_original: Any, self: Any, layer: Any) -> None:
     from vllm.model_executor.layers.fused_moe import cpu_fused_moe
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    # vLLM makes a SiluAndMul in each forward pass, where its config, which the constructor reads, is not set.
-    silu = cpu_fused_moe.SiluAndMul(compile_native=False)
-    cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = silu.forward_native
+    cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = _silu_and_mul
     self.isa = "none"
     self.forward_method = self.forward_torch
     self.init_moe_torch(layer=layer)
+
+
+def _silu_and_mul(x: Any) -> Any:
+    """As vLLM's ``SiluAndMul``, whose constructor needs vLLM's config: a forward pass has none."""
+    import torch
+
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
 
 
 PATCH = Patch(
