@@ -30,10 +30,25 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         return _engine_run_backward(*args, **kwargs)
 
 
+class _Stream:
+    """The only stream, and its only event."""
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+_STREAM = _Stream()
+
 #: Replacements for functions that a torch function mode does not see: module, name, function.
 _STAND_INS: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
     (torch.cuda, "current_device", lambda: _CPU),
     (torch.cuda, "synchronize", do_nothing),
+    (torch.cuda, "Stream", lambda: _STREAM),
+    (torch.cuda, "current_stream", lambda: _STREAM),
+    (torch.cuda, "stream", lambda _: contextlib.nullcontext()),
     (torch.cuda, "empty_cache", do_nothing),
     (torch.cuda, "manual_seed", torch.manual_seed),
     (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
@@ -68,6 +83,9 @@ class CudaIsCpu(TorchFunctionMode):
         if not CudaIsCpu._depth:
             for module, name, stand_in in _STAND_INS:
                 CudaIsCpu._patches.enter_context(mock.patch.object(module, name, stand_in))
+            # without Transformer Engine the name is missing, and read
+            gemm = mock.patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, create=True)
+            CudaIsCpu._patches.enter_context(gemm)
         CudaIsCpu._depth += 1
         return super().__enter__()
 
@@ -106,7 +124,6 @@ _TRANSFORMER = {
     "masked_softmax_fusion": False,
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
-    "moe_token_dispatcher_type": "allgather",  # the other one needs CUDA's streams
     "persist_layer_norm": False,
 }
 
