@@ -95,7 +95,8 @@ class HistoPipe(PlacementPolicy):
 
     def moves(self, progress: Mapping[str, Progress]) -> Iterator[Move]:
         fleet, step = self._fleet, self._fleet.cost.step
-        prefill = fleet.cost.prefill / max(step.base / fleet.cost.slots + step.row, 1e-9)  # in tokens of full steps
+        full = step.weights(fleet.cost.slots) / fleet.cost.slots + step.row
+        prefill = fleet.cost.prefill / max(full, 1e-9)  # in tokens of full steps
         for group in self._last():
             for name, (request, replica) in list(group.running.items()):
                 p90, now = request.p90_tokens, progress.get(name)

@@ -72,5 +72,5 @@ class SkewnessAware(PlacementPolicy):
         most = max(1.0, min(cost.slots, np.floor(room / context)))
         samples = np.ceil(done[-1] / np.arange(1, len(self._fleet)))
         rows = np.minimum(samples, most)
-        step = cost.step.base + (cost.step.row + cost.step.cached * context) * rows
+        step = cost.step.weights(rows) + (cost.step.row + cost.step.cached * context) * rows
         return step * length * np.ceil(samples / rows)

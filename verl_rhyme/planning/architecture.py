@@ -1,6 +1,7 @@
-"""Shape of a dense decoder, from the ``config.json`` of a Hugging Face model: for memory estimates and rooflines.
+"""Shape of a decoder, from the ``config.json`` of a Hugging Face model: for memory estimates and rooflines.
 
-Some of its layers may be gated delta nets instead of attention (Qwen3.5). A vision tower is left out.
+Some of its layers may have gated delta nets instead of attention (Qwen3.5), and experts instead of one MLP. A vision
+tower and MTP layers are left out.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 #: Values of ``model_type`` with an estimate.
-KNOWN = ("llama", "qwen2", "qwen3", "qwen3_5_text")
+KNOWN = (
+    *("llama", "qwen2", "qwen3", "qwen3_5_text"),
+    *("qwen3_moe", "qwen3_5_moe_text", "qwen3_next", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3"),
+)
 
 _KEYS = (
     *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size"),
@@ -40,6 +44,35 @@ PUBLISHED["Qwen/Qwen3.5-9B"] = {
         **{"linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_conv_kernel_dim": 4},
         **{"linear_num_value_heads": 32, "linear_value_head_dim": 128},
     },
+}
+
+PUBLISHED |= {
+    name: dict(zip(_KEYS, shape, strict=True)) | {"head_dim": width} | experts
+    for name, width, experts, *shape in (
+        (
+            *("Qwen/Qwen3-30B-A3B", 128, {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}),
+            *("qwen3_moe", 48, 2048, 6144, 32, 4, 151936),
+        ),
+        (
+            "Qwen/Qwen3-235B-A22B",
+            128,
+            {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536},
+            *("qwen3_moe", 94, 4096, 12288, 64, 4, 151936),
+        ),
+        (
+            "zai-org/GLM-4.5-Air",
+            128,
+            {"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408}
+            | {"n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True},
+            *("glm4_moe", 46, 4096, 10944, 96, 8, 151552),
+        ),
+        (
+            *("openai/gpt-oss-20b", 64),
+            {"num_local_experts": 32, "num_experts_per_tok": 4, "attention_bias": True}
+            | {"layer_types": 12 * ["sliding_attention", "full_attention"]},
+            *("gpt_oss", 24, 2880, 2880, 64, 8, 201088),
+        ),
+    )
 }
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -90,7 +123,9 @@ class DeltaNets:
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> DeltaNets | None:
         """Return those of a parsed ``config.json``, its language model's part; ``None`` without any."""
-        layers = [str(kind) for kind in config.get("layer_types") or ()].count("linear_attention")
+        every = int(config.get("full_attention_interval") or 0)  # Qwen3-Next's published config has no layer_types
+        kinds = config.get("layer_types") or ["linear_attention"] * (every - 1) + ["full_attention"] * (every > 0)
+        layers = int(config["num_hidden_layers"]) * [*map(str, kinds)].count("linear_attention") // (len(kinds) or 1)
         if not layers:
             return None
         heads, width = int(config["linear_num_value_heads"]), int(config["linear_value_head_dim"])
@@ -116,6 +151,98 @@ class DeltaNets:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Routed experts of a layer."""
+
+    count: int = 0  # E
+    chosen: float = 0  # k, by each token
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Experts | None:
+        """Return those of a parsed ``config.json`` of any family; ``None`` without any."""
+        config = config.get("text_config") or config
+        count = _first(config, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+        chosen = _first(config, "num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+        return cls(count, chosen) if count > 1 and chosen else None
+
+    def loaded(self, tokens: Any) -> Any:
+        """Return the expected number of experts that ``tokens`` tokens choose, if independently: E (1 - (1 - k/E)^n).
+
+        ``tokens``: int, float or float64[...].
+        """
+        return self.count * (1 - (1 - self.chosen / (self.count or 1)) ** tokens)
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int:
+    return int(next((config[name] for name in names if config.get(name)), 0))
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Experts in place of the MLP in some layers; counts are of one such layer."""
+
+    layers: int
+    experts: Experts
+    expert: int  # parameters of a routed expert
+    width: int  # of a routed expert
+    shared: int  # width of the experts that every token takes, together
+    router: int  # parameters of the router, and of the shared experts' gate
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Mixture | None:
+        """Return that of a parsed ``config.json``, its language model's part; ``None`` for a dense model."""
+        if (experts := Experts.read(config)) is None:
+            return None
+        layers, hidden, kind = int(config["num_hidden_layers"]), int(config["hidden_size"]), config["model_type"]
+        width = _first(config, "moe_intermediate_size", "intermediate_size")
+        gated = _first(config, "shared_expert_intermediate_size")
+        every, dense = int(config.get("decoder_sparse_step") or 1), config.get("mlp_only_layers") or ()
+        sparse = [
+            layer >= int(config.get("first_k_dense_replace") or 0) and layer not in dense and not (layer + 1) % every
+            for layer in range(layers)
+        ]
+        bias = kind == "gpt_oss"
+        return cls(
+            layers=sum(sparse),
+            experts=experts,
+            expert=3 * hidden * width + bias * (2 * width + hidden),
+            width=width,
+            shared=gated or int(config.get("n_shared_experts") or 0) * width,
+            router=hidden * experts.count + bias * experts.count + bool(gated) * hidden,
+        )
+
+    @property
+    def routed(self) -> int:
+        """Parameters of the routed experts of all layers."""
+        return self.layers * self.experts.count * self.expert
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Attention whose cache has a latent vector, from which keys and values are projected (DeepSeek-V2)."""
+
+    queries: int  # rank of the queries' projection; 0: none
+    values: int  # rank of the projection of keys and values
+    rope: int  # width of the key that all heads share
+    value_dim: int
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Latent | None:
+        if not (rank := _first(config, "kv_lora_rank")):
+            return None
+        return cls(_first(config, "q_lora_rank"), rank, int(config["qk_rope_head_dim"]), int(config["v_head_dim"]))
+
+    def matrices(self, hidden: int, heads: int, head_dim: int) -> int:
+        """Return a layer's parameters that tensor-parallel ranks split, in place of those of attention."""
+        keys = head_dim - self.rope + self.value_dim
+        return heads * ((self.queries or hidden) * head_dim + self.values * keys + self.value_dim * hidden)
+
+    def whole(self, hidden: int) -> int:
+        """Return a layer's parameters that each rank holds: projections to the latent vectors, and their norms."""
+        return (hidden + 1) * (self.queries + self.values) + hidden * self.rope
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Decoder with RMSNorm, grouped-query attention and SwiGLU; its sizes count parameters, not bytes."""
 
@@ -134,6 +261,10 @@ class Architecture:
     qk_norm: bool = False  # queries and keys are normalised per head (Qwen3)
     gated: bool = False  # attention's output has a gate, as wide as the queries (Qwen3.5)
     delta_nets: DeltaNets | None = None
+    mixture: Mixture | None = None
+    latent: Latent | None = None
+    sinks: bool = False  # each head has a sink (gpt-oss)
+    windows: int = 0  # layers whose cache has a window of the latest tokens, which is not counted
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Architecture:
@@ -144,23 +275,28 @@ class Architecture:
             raise UnknownArchitecture(f"no estimate for this family ({kind}; only for {', '.join(KNOWN)})")
         try:
             heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-            bias = bool(config.get("attention_bias", False))
+            bias, latent = bool(config.get("attention_bias", False)), Latent.read(config)
+            head = latent.rope + int(config["qk_nope_head_dim"]) if latent else int(config.get("head_dim") or 0)
             return cls(
                 name=kind,
                 layers=int(config["num_hidden_layers"]),
                 hidden=hidden,
-                ffn=int(config["intermediate_size"]),
+                ffn=_first(config, "intermediate_size", "moe_intermediate_size"),
                 heads=heads,
                 kv_heads=int(config.get("num_key_value_heads") or heads),
-                head_dim=int(config.get("head_dim") or (128 if kind == "qwen3" else hidden // heads)),
+                head_dim=head or (128 if kind == "qwen3" else hidden // heads),
                 vocab=int(config["vocab_size"]),
                 tied=bool(config.get("tie_word_embeddings", False)),
                 qkv_bias=kind == "qwen2" or bias,
-                out_bias=kind != "qwen2" and bias,
+                out_bias=kind not in ("qwen2", "glm4_moe") and bias,
                 mlp_bias=bool(config.get("mlp_bias", False)),
-                qk_norm=kind in ("qwen3", "qwen3_5_text"),
-                gated=kind == "qwen3_5_text",
+                qk_norm=kind.startswith("qwen3") or bool(config.get("use_qk_norm")),
+                gated=kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
                 delta_nets=DeltaNets.read(config),
+                mixture=Mixture.read(config),
+                latent=latent,
+                sinks=kind == "gpt_oss",
+                windows=[*(config.get("layer_types") or ())].count("sliding_attention"),
             )
         except KeyError as missing:
             raise UnknownArchitecture(f"no estimate: config.json of {kind} has no {missing}") from None
@@ -184,20 +320,47 @@ class Architecture:
     def attention_layers(self) -> int:
         return self.layers - (self.delta_nets.layers if self.delta_nets else 0)
 
-    def layer(self, tp: int = 1) -> int:
-        """Return a layer's parameters on one of ``tp`` tensor-parallel ranks, which split matrices but not norms.
+    @property
+    def mlp(self) -> int:
+        """Width of the MLP that computes a token, with all of its experts, of the mean layer."""
+        if (mixture := self.mixture) is None:
+            return self.ffn
+        sparse = round(mixture.experts.chosen) * mixture.width + mixture.shared
+        return self._mean((self.layers - mixture.layers) * self.ffn + mixture.layers * sparse)
 
-        It is the mean layer of a model with gated delta nets.
+    @property
+    def matrix(self) -> int:
+        """Parameters of the largest matrix of a layer; transformers keeps a layer's experts in one."""
+        mixture = self.mixture
+        experts = 2 * mixture.experts.count * mixture.width if mixture else 0
+        return self.hidden * max(self.ffn, experts)
+
+    def _mean(self, total: int) -> int:
+        return -(-total // self.layers)
+
+    def layer(self, tp: int = 1, expert_ranks: int | None = None) -> int:
+        """Return the mean layer's parameters on one of ``tp`` tensor-parallel ranks, which split matrices but not
+        norms.
+
+        ``expert_ranks``: ranks that split the routed experts, which ``None`` are the same.
         """
         key = self.head_dim * max(1, self.kv_heads // tp) * tp  # each rank holds at least one key head
         mixer = self.hidden * ((2 + self.gated) * self.query + 2 * key)
         if self.delta_nets:
             nets = self.delta_nets.layers * self.delta_nets.layer(self.hidden)
-            mixer = -(-(self.attention_layers * mixer + nets) // self.layers)
-        matrices = mixer + self.hidden * 3 * self.ffn
-        biases = self.qkv_bias * (self.query + 2 * key) + self.mlp_bias * 2 * self.ffn
+            mixer = self._mean(self.attention_layers * mixer + nets)
+        mlp, routed = 3 * self.hidden * self.ffn, 0
+        biases = self.qkv_bias * (self.query + 2 * key) + self.mlp_bias * 2 * self.ffn + self.sinks * self.heads
         whole = 2 * self.hidden + self.qk_norm * 2 * self.head_dim + (self.out_bias + self.mlp_bias) * self.hidden
-        return (matrices + biases) // tp + whole
+        if self.latent:
+            mixer = self.latent.matrices(self.hidden, self.heads, self.head_dim)
+            whole += self.latent.whole(self.hidden)
+        if mixture := self.mixture:
+            dense = (self.layers - mixture.layers) * self.ffn + mixture.layers * mixture.shared
+            mlp = self._mean(3 * self.hidden * dense)
+            routed = self._mean(mixture.routed) // (expert_ranks or tp)
+            whole += self._mean(mixture.layers * mixture.router)
+        return (mixer + mlp + biases) // tp + whole + routed
 
     def adapter(self, rank: int, tp: int = 1) -> int:
         """Return the parameters of a LoRA adapter of all matrices of a layer on one tensor-parallel rank.
@@ -210,18 +373,28 @@ class Architecture:
     def parameters(self) -> int:
         return self.layers * self.layer() + self.hidden + self.embedding * (1 if self.tied else 2)
 
-    def rank_parameters(self, tp: int = 1, pp: int = 1) -> int:
+    @property
+    def active(self) -> int:
+        """Parameters that compute a token, with the embeddings: all but the experts that it does not choose."""
+        if (mixture := self.mixture) is None:
+            return self.parameters
+        return self.parameters - round(mixture.routed * (1 - mixture.experts.chosen / mixture.experts.count))
+
+    def rank_parameters(self, tp: int = 1, pp: int = 1, expert_ranks: int | None = None) -> int:
         """Return the parameters of the largest pipeline stage on one tensor-parallel rank.
 
         The first stage has the input embedding. The last one has the output embedding (a copy if tied) and the final
-        norm.
+        norm. ``expert_ranks``: as of :meth:`layer`.
         """
         tables = self.embedding * (1 if self.tied or pp > 1 else 2)
-        return -(-self.layers // pp) * self.layer(tp) + self.hidden + tables // tp
+        return -(-self.layers // pp) * self.layer(tp, expert_ranks) + self.hidden + tables // tp
 
     def cache_values(self, tp: int = 1, pp: int = 1) -> int:
         """Return a token's keys and values on one GPU: 2 x attention's layers x key heads x head_dim.
 
-        If there are fewer key heads than tensor-parallel ranks, each rank holds a copy of one.
+        If there are fewer key heads than tensor-parallel ranks, each rank holds a copy of one, as of latent vectors.
         """
-        return 2 * -(-self.attention_layers // pp) * max(1, self.kv_heads // tp) * self.head_dim
+        layers = -(-(self.attention_layers - self.windows) // pp)
+        if self.latent:
+            return layers * (self.latent.values + self.latent.rope)
+        return 2 * layers * max(1, self.kv_heads // tp) * self.head_dim

@@ -1,9 +1,10 @@
 """Costs by arithmetic: a roofline of the model's shape and the GPU's data sheet.
 
-A decode step reads the weights once, and every cached token of its rows. Each row, draft token and prompt token costs 2
-operations a parameter, and two all-reduces of its hidden state a layer (Megatron-LM, arXiv:1909.08053, section 3). What
-an engine reaches of the data sheet is assumed (:data:`READ`, :data:`COMPUTED`, :data:`TRAINED`). A measured factor
-corrects it: ``verl-rhyme report`` prints the one of a run.
+A decode step reads the weights once, of a mixture the experts that its tokens choose, and every cached token of its
+rows. Each row, draft token and prompt token costs 2 operations for each parameter that computes it, and two all-reduces
+of its hidden state a layer (Megatron-LM, arXiv:1909.08053, section 3). What an engine reaches of the data sheet is
+assumed (:data:`READ`, :data:`COMPUTED`, :data:`TRAINED`). A measured factor corrects it: ``verl-rhyme report`` prints
+the one of a run. The exchange of tokens between ranks that split experts is not counted.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import re
 from typing import NamedTuple
 
-from verl_rhyme.planning.architecture import Architecture
+from verl_rhyme.planning.architecture import Architecture, Experts
 from verl_rhyme.planning.cost import ReplicaCost, StepCost
 
 
@@ -79,14 +80,20 @@ def replica(
         raise ValueError(f"dtype must be {', '.join(DTYPES)}, not {dtype!r}")
     weights, cache = DTYPES[dtype] * model.rank_parameters(tp), 2 * model.cache_values(tp)
     reduced = 2 * model.layers * 2 * model.hidden * 2 * (tp - 1) / tp  # bytes of a token in ring all-reduces
-    token = 2 * model.parameters / (tp * COMPUTED * gpu.flops) + reduced / gpu.link
+    token = 2 * model.active / (tp * COMPUTED * gpu.flops) + reduced / gpu.link
+    mixture = model.mixture
+    routed = DTYPES[dtype] * mixture.routed / tp if mixture else 0.0
+    experts = mixture.experts if mixture else Experts()
     step = StepCost(
-        base=weights / (READ * gpu.bandwidth) + _LAUNCHES + _REDUCES * math.log2(tp),
+        base=(weights - routed) / (READ * gpu.bandwidth) + _LAUNCHES + _REDUCES * math.log2(tp),
         row=token,
         cached=cache / (READ * gpu.bandwidth),
         draft=token,
         drafting=_DRAFTING,
         waiting=_WAITING,
+        expert=routed / max(1, experts.count) / (READ * gpu.bandwidth),
+        experts=experts.count,
+        chosen=experts.chosen,
     )
     room = (utilization * gpu.memory - weights - _ACTIVATIONS) / cache
     return ReplicaCost(step, prefill=token, slots=slots, room=max(1.0, room), gpus=tp, host=host / (tp * cache))
@@ -94,4 +101,4 @@ def replica(
 
 def training_token(model: Architecture, gpu: GPU) -> float:
     """Return the seconds in which one GPU trains a token, old log-probabilities included."""
-    return TRAINING * model.parameters / (TRAINED * gpu.flops)
+    return TRAINING * model.active / (TRAINED * gpu.flops)

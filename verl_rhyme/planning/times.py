@@ -4,7 +4,8 @@ Two bounds determine a step. With ``max_staleness`` k and T seconds a step:
 
 - **rollout**: ``T >= W + (L + F) / (k + 1)``. W is the linear work of a batch per replica in seconds (rows, drafts,
   caches, prompts). It does not depend on the order in which responses end, since a decode step of R rows with C cached
-  tokens takes ``base + row R + cached C`` seconds (:class:`~verl_rhyme.planning.cost.ReplicaCost`). L is the time of
+  tokens takes ``base + row R + cached C`` seconds (:class:`~verl_rhyme.planning.cost.ReplicaCost`), of a mixture with
+  the base of the rows that run then. L is the time of
   the longest response's steps alone. F is the time from the collection of a batch to engines with its policy. A
   response that starts at a version has k + 1 training steps, less F, until its deadline. It gets one decode step for
   each ``base`` seconds that linear work leaves. T is also at least the time to bring all tokens through the slots.
@@ -25,9 +26,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from verl_rhyme.planning.cost import ReplicaCost
+from verl_rhyme.planning.cost import ReplicaCost, StepCost
 
 Floats = npt.NDArray[np.float64]
+#: Moments of a batch at which its running responses are counted.
+_POINTS = 256
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,20 @@ class Work:
     def longest(self, samples: float) -> float:
         return float(np.quantile(self.lengths, 1 - 0.5 / max(1.0, samples)))
 
+    def weights(self, step: StepCost, samples: Floats, rows: float, batches: int) -> Floats:
+        """Return the mean seconds to read the weights in a step, float64[...].
+
+        A replica has ``samples`` of each of so many ``batches``, which start in turns while the longest response runs,
+        and decodes at most ``rows``.
+        """
+        if not step.expert:
+            return np.full_like(samples, step.base)
+        points = max(1, _POINTS // batches)
+        times = self.longest(self.samples) * (np.arange(batches * points) + 0.5) / (batches * points)
+        left = 1 - np.searchsorted(np.sort(self.lengths), times) / len(self.lengths)
+        running = samples[..., None] * left.reshape(batches, points).sum(axis=0)
+        return np.asarray(step.weights(np.clip(running, 1.0, rows))).mean(axis=-1)
+
     def longest_left(self, rows: float) -> float:
         """Return the remaining tokens of the longest of ``rows`` running responses at a random moment, above their
         mean.
@@ -100,12 +117,14 @@ def rollout(
     linear = (cost.step.row * work.mean + cost.step.cached * work.held) * samples
     linear = linear + cost.prefill * work.prompt_tokens * prompts
     filled = samples * work.mean / rows  # decode steps that bring all tokens through the slots
-    queued = np.where(samples > rows, filled + work.longest_left(rows), filled)
-    longest = cost.step.base * np.maximum(work.longest(work.samples), queued)
+    alone, full = work.longest(work.samples), cost.step.weights(rows)
+    weights = work.weights(cost.step, samples, rows, max_staleness + 1)
+    queued = filled * full + np.where(samples > rows, work.longest_left(rows) * weights, 0.0)
+    longest = np.maximum(alone * weights, queued)
     found = linear + (longest + np.asarray(after, dtype=float)) / (max_staleness + 1)
     if max_staleness:  # running responses are prefilled again under a new policy
         again = cost.prefill * np.minimum(samples, rows) * work.held_by_request
-        found = np.maximum(cost.step.base * filled + linear + again, found)
+        found = np.maximum(full * filled + linear + again, found)
     return np.where(count > 0, found, np.inf)
 
 

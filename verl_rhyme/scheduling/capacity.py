@@ -81,7 +81,8 @@ class Capacity:
             return
         replicas = max(1.0, self._slots / (2 * self._cost.slots))
         running = min(self._slots / 2, self._room / 2 / self.held, self.limit * (1 - self.away))
-        weights = _AGAIN * self._cost.step.base * steps * replicas / max(1.0, running)
+        rows = max(1.0, running) / replicas
+        weights = _AGAIN * self._cost.step.weights(rows) * steps / rows
         again = self._cost.prefill * evicted
         spared = max(0.0, self._spared + _GAIN * (again / max(weights, 1e-9) - 1))
         fits = self._room / 2 / self.held

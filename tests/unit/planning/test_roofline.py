@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from verl_rhyme.observability.step_factor import step_factor
 from verl_rhyme.planning import profile, roofline
-from verl_rhyme.planning.architecture import PUBLISHED, Architecture
-from verl_rhyme.planning.cost import TYPICAL, StepCost
+from verl_rhyme.planning.architecture import PUBLISHED, Architecture, Experts
+from verl_rhyme.planning.cost import TYPICAL, ReplicaCost, StepCost
 from verl_rhyme.planning.typed_yaml import ClusterError
 
 SHAPES = {name: Architecture.read(config) for name, config in PUBLISHED.items()}
@@ -24,7 +24,40 @@ def test_known_models_have_their_published_parameters():
     """In billions, of their cards."""
     found = {name.partition("/")[2]: round(shape.parameters / 1e9, 1) for name, shape in SHAPES.items()}
     cards = {"Qwen2.5-7B": 7.6, "Qwen2.5-14B": 14.8, "Qwen2.5-32B": 32.8, "Qwen2.5-72B": 72.7}
-    assert found == {**cards, "Qwen3-8B": 8.2, "Qwen3.5-9B": 9.0, "Llama-3.1-8B-Instruct": 8.0}
+    cards |= {"Qwen3-8B": 8.2, "Qwen3.5-9B": 9.0, "Llama-3.1-8B-Instruct": 8.0}
+    cards |= {"Qwen3-30B-A3B": 30.5, "Qwen3-235B-A22B": 235.1, "GLM-4.5-Air": 106.9, "gpt-oss-20b": 20.9}
+    assert found == cards
+
+
+def test_a_token_is_computed_by_the_active_parameters():
+    """In billions, of the cards; gpt-oss's leaves the input embedding out, GLM's both."""
+    active = {name.partition("/")[2]: shape.active / 1e9 for name, shape in SHAPES.items() if shape.mixture}
+    tables = {name.partition("/")[2]: shape.embedding / 1e9 for name, shape in SHAPES.items()}
+    assert active["Qwen3-30B-A3B"] == pytest.approx(3.3, abs=0.06)
+    assert active["Qwen3-235B-A22B"] == pytest.approx(22, abs=0.2)
+    assert active["gpt-oss-20b"] - tables["gpt-oss-20b"] == pytest.approx(3.6, abs=0.05)
+    assert active["GLM-4.5-Air"] - 2 * tables["GLM-4.5-Air"] == pytest.approx(12, abs=0.2)
+    assert SHAPES["Qwen/Qwen3-8B"].active == SHAPES["Qwen/Qwen3-8B"].parameters
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 32, 256])
+def test_loaded_experts_are_those_of_independent_routes(tokens):
+    rng, experts = np.random.default_rng(0), Experts(128, 8)
+    unique = [len(np.unique(rng.random((tokens, 128)).argsort()[:, :8])) for _ in range(400)]
+    assert experts.loaded(tokens) == pytest.approx(np.mean(unique), rel=0.01)
+
+
+def test_a_mixture_by_hand():
+    """30B-A3B over two H100s: a row loads 8 of 128 experts of 48 layers, 256 rows load all."""
+    model = SHAPES["Qwen/Qwen3-30B-A3B"]
+    cost, read = roofline.replica(model, roofline.GPUS["H100"], 2).step, 0.75 * 3.35e12
+    routed = 2 * 48 * 3 * 2048 * 768 / 2  # bytes of an expert of all layers on a GPU
+    assert cost.weights(1) - cost.base == pytest.approx(8 * routed / read)
+    assert cost.weights(256) == pytest.approx(30.5e9 / read + 2.5e-3, rel=0.01)
+    assert cost.row == pytest.approx(2 * 3.35e9 / 989e12 + 2 * 48 * 2 * 2048 / 450e9, rel=0.01)
+    twice = cost.weights(2 * 5.0)
+    drafted = ReplicaCost(cost).drafted(3.0, 2.0).step
+    assert drafted.weights(2.0) == pytest.approx((twice + cost.drafting) / 3), "five tokens a row, in a step of three"
 
 
 def test_a_roofline_by_hand():
@@ -78,8 +111,8 @@ def test_a_model_is_named_or_its_config(tmp_path):
         assert profile.model(name, plan) == SHAPES["Qwen/Qwen3-8B"]
     with pytest.raises(ClusterError, match=r"no model Qwen/Qwen3-8b; did you mean Qwen/Qwen3-8B"):
         profile.model("Qwen/Qwen3-8b", plan)
-    (tmp_path / "mine" / "config.json").write_text('{"model_type": "qwen3_moe"}')
-    with pytest.raises(ClusterError, match=r"no estimate for this family \(qwen3_moe; only for"):
+    (tmp_path / "mine" / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ClusterError, match=r"no estimate for this family \(gpt2; only for"):
         profile.model("mine", plan)
 
 

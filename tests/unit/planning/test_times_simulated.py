@@ -22,6 +22,8 @@ WIDE, NARROW, FULL = (
     ReplicaCost(STEP, prefill=1e-5, slots=slots, room=room)
     for slots, room in ((256, np.inf), (16, np.inf), (256, 6000))
 )
+MIXTURE = ReplicaCost(StepCost(2e-3, 5e-5, 1e-7, expert=1e-4, experts=128, chosen=8), prefill=1e-5)
+FEW = ReplicaCost(MIXTURE.step, prefill=1e-5, slots=16)
 PROMPTS, SAMPLES, PROMPT_TOKENS, GPUS = 16, 8, 40, 12
 FIRST, COUNTED, SYNC, UPDATE = 4, 10, 2.0, 1.0
 MADE = list(LENGTHS.epochs(PROMPTS * (FIRST + COUNTED), SAMPLES, 1, PROMPT_TOKENS))
@@ -53,7 +55,9 @@ def simulated(cost: ReplicaCost, bound: int, token: float, replicas: int, train:
     return (steps[-1].ended - steps[0].began) / len(steps)
 
 
-@pytest.mark.parametrize(("bound", "cost"), [(0, WIDE), (1, NARROW), (2, FULL), (4, WIDE)])
+@pytest.mark.parametrize(
+    ("bound", "cost"), [(0, WIDE), (1, NARROW), (2, FULL), (4, WIDE), (0, MIXTURE), (0, FEW), (1, FEW), (4, MIXTURE)]
+)
 @pytest.mark.parametrize(("replicas", "token"), [(2, 1e-5), (6, 1.5e-3)])
 def test_a_planned_step_takes_as_long_as_simulated(bound, cost, replicas, token):
     """Samples of a prompt are correlated: a batch's longest response is shorter than with independent draws."""
