@@ -29,6 +29,7 @@ from verl_rhyme.drafting.threads import Threads
 from verl_rhyme.drafting.weighing import Weighing
 from verl_rhyme.history import suffix_index
 from verl_rhyme.history.record import PromptHistory
+from verl_rhyme.planning.architecture import Experts
 
 #: Fewest rows that a thread plans: waking a thread costs as much as planning a few rows.
 ROWS_A_THREAD = 32
@@ -58,6 +59,7 @@ class AdaptiveDrafter:
         vocabulary: int = 1 << 31,  # exclusive upper bound of drafted token ids
         threads: int = 1,  # that plan the rows of a batch
         release: Release = keep,
+        experts: Experts | None = None,  # of the policy's layers
     ):
         self._config, self._vocabulary = config, min(vocabulary, (1 << 31) - 1)
         self._shared: Histories[_Request] = Histories(get, release)
@@ -66,7 +68,7 @@ class AdaptiveDrafter:
         self._live = LiveTexts(config.live_tokens, slots)
         self._model, self._agreement = confidence.prior(), regrowth.prior()
         self._scratch = [kernels.scratch(config.max_tokens) for _ in range(self._threads.count)]
-        self.weighing = Weighing(config.max_tokens, config.weigh_cost)
+        self.weighing = Weighing(config.max_tokens, config.weigh_cost, experts)
         self._steps = 0
         self._regrowing = 0  # requests with a previous text
         self.planned = False  # whether the last step was planned

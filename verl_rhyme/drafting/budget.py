@@ -62,12 +62,12 @@ def select_tokens(reach: np.ndarray, planned: np.ndarray, budget: int, prices: n
 def lowest_profitable(prices: np.ndarray, rows: int) -> float:
     """Return a lower bound of the value of every token that :func:`select_tokens` grants to a batch of ``rows`` rows.
 
-    At the optimum the last granted token is worth its time at the rate without drafts. Prices are convex, so no token
-    takes less time than the second.
+    At the optimum the last granted token is worth its time at the rate without drafts, and no token after the first
+    takes less than the least. The price of a mixture is not convex.
     """
     if len(prices) < 3 or prices[0] <= 0:
         return 0.0
-    return _ROUNDING * float(prices[2] - prices[1]) * rows / float(prices[0])
+    return _ROUNDING * float(np.diff(prices[1:]).min()) * rows / float(prices[0])
 
 
 class Waiting:

@@ -12,6 +12,7 @@ import numpy as np
 
 from verl_rhyme.drafting.budget import FREE, Proposals, Rest, Waiting, lowest_profitable, select_tokens
 from verl_rhyme.drafting.cost import WIDTHS, StepCost, width_of
+from verl_rhyme.planning.architecture import Experts
 
 #: Longest interval between two experiments of a width, in its steps; the first are at 2, 4, 8, ... An experiment
 #: verifies more than is profitable (up to one token a row, or the longest draft if that is more), so that the price of
@@ -41,9 +42,9 @@ class Weighing:
     #: Steps in the mean of right tokens.
     MEMORY = 16
 
-    def __init__(self, longest: int, enabled: bool) -> None:
+    def __init__(self, longest: int, enabled: bool, experts: Experts | None = None) -> None:
         self._longest, self._enabled = longest, enabled
-        self.cost, self.rest, self.proposals = StepCost(), Rest(), Proposals()
+        self.cost, self.rest, self.proposals = StepCost(experts=experts), Rest(), Proposals()
         self._explored = False  # whether the last step was an experiment
         self._experiments = 0
         self._due = 0  # draft tokens of an experiment that waits for a step with drafts

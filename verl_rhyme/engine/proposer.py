@@ -27,6 +27,7 @@ from verl_rhyme.history.copies import CopyReader
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.once import warn_once
+from verl_rhyme.planning.architecture import Experts
 from verl_rhyme.processes.request import FIELD, RequestMeta
 
 logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
@@ -134,7 +135,10 @@ class HistoryProposer:
     def _start(self) -> None:
         threads, history = thread_count(self._config.plan_threads), self._history
         self._known, self._names = 0.0, ()
-        self._drafter = build(self._config, history.get, self._slots, self._vocab_size, threads, history.release)
+        experts = Experts.read(self._vllm_config.model_config.hf_text_config.to_dict())
+        self._drafter = build(
+            self._config, history.get, self._slots, self._vocab_size, threads, history.release, experts
+        )
 
     def propose(
         self,

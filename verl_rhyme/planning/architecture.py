@@ -165,12 +165,17 @@ class Experts:
         chosen = _first(config, "num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
         return cls(count, chosen) if count > 1 and chosen else None
 
+    @property
+    def share(self) -> float:
+        """Share of the experts that a token chooses."""
+        return self.chosen / (self.count or 1)
+
     def loaded(self, tokens: Any) -> Any:
         """Return the expected number of experts that ``tokens`` tokens choose, if independently: E (1 - (1 - k/E)^n).
 
         ``tokens``: int, float or float64[...].
         """
-        return self.count * (1 - (1 - self.chosen / (self.count or 1)) ** tokens)
+        return self.count * (1 - (1 - self.share) ** tokens)
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
@@ -378,7 +383,7 @@ class Architecture:
         """Parameters that compute a token, with the embeddings: all but the experts that it does not choose."""
         if (mixture := self.mixture) is None:
             return self.parameters
-        return self.parameters - round(mixture.routed * (1 - mixture.experts.chosen / mixture.experts.count))
+        return self.parameters - round(mixture.routed * (1 - mixture.experts.share))
 
     def rank_parameters(self, tp: int = 1, pp: int = 1, expert_ranks: int | None = None) -> int:
         """Return the parameters of the largest pipeline stage on one tensor-parallel rank.

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_rhyme.drafting.budget import FREE, Rest, Waiting, lowest_profitable, select_tokens
+from verl_rhyme.planning.architecture import Experts
 
 CHEAP, DEAR = (8e-3, 1e-5, 0.0, 0.0), (1e-9, 1e-4, 1e-4, 0.0)
 
@@ -44,7 +45,8 @@ def test_token_below_the_lower_bound_is_never_granted(data):
     for i, row in enumerate(rows):
         reach[i, : len(row)] = np.cumprod(row)
     planned = np.array([len(row) for row in rows])
-    prices = priced(len(rows), cost, 40)
+    loaded = Experts(128, 8).loaded(len(rows) + np.arange(41))
+    prices = priced(len(rows), cost, 40) + data.draw(st.sampled_from([0.0, 1e-5, 1e-4])) * loaded
     kept = np.minimum(planned, (reach >= lowest_profitable(prices, len(rows))).sum(1))
     assert select_tokens(reach, kept, 20, prices).tolist() == select_tokens(reach, planned, 20, prices).tolist()
 

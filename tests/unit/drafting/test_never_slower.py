@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 
 from tests.unit.drafting.virtual_engine import Machine, ModelAlone, Texts, VirtualEngine, knee, linear
+from verl_rhyme.drafting.cost import StepCost
+from verl_rhyme.drafting.weighing import Weighing
+from verl_rhyme.planning import roofline
+from verl_rhyme.planning.architecture import PUBLISHED, Architecture
 
 pytestmark = pytest.mark.xdist_group("kernels")
 
@@ -97,6 +101,69 @@ def test_wide_batch_after_a_narrow_tail(follow, whole):
         assert log.gain(begin, wider=32) > 0.97
         assert stock / sum(log.seconds[begin:]) > whole
         begin = len(log.rows)
+
+
+class Informed(Weighing):
+    """Knows a machine's price, and makes no experiments."""
+
+    def __init__(self, machine):
+        super().__init__(32, True)
+        self.cost = KnownCost(machine)
+
+    def _experiment(self, rows):
+        return 0
+
+    def _omits(self, rows, gain):
+        return False
+
+
+class KnownCost(StepCost):
+    """The true price, from the first step on."""
+
+    ready = True
+
+    def __init__(self, machine):
+        super().__init__()
+        self._machine = machine
+
+    def room(self, rows):
+        return 1 << 12
+
+    def prices(self, rows, most):
+        return np.array([self._machine.seconds(rows, drafted, 0, 0) for drafted in range(most + 1)])
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "rows", "follow"),
+    [
+        # A convex price was three times the true one, or taught to draft nothing.
+        ("Qwen/Qwen3-30B-A3B", 1, 8, 0.9),
+        ("Qwen/Qwen3-30B-A3B", 2, 4, 0.9),
+        ("zai-org/GLM-4.5-Air", 2, 8, 0.9),
+        ("openai/gpt-oss-20b", 1, 4, 0.9),
+        # Few rows, of which each draft token loads as many experts as a row; and many.
+        ("Qwen/Qwen3-30B-A3B", 1, 1, 0.6),
+        ("Qwen/Qwen3-30B-A3B", 2, 2, 0.6),
+        ("openai/gpt-oss-20b", 1, 16, 0.6),
+        ("Qwen/Qwen3-30B-A3B", 2, 64, 0.6),
+    ],
+)
+def test_the_price_of_a_mixture_is_soon_known(name, tp, rows, follow):
+    """A mean of three texts, by a step's time on H100s; the drafter that knows it makes no experiments."""
+    model = Architecture.read(PUBLISHED[name])
+    step = replace(roofline.replica(model, roofline.GPUS["H100"], tp).step, drafting=0.0, waiting=0.0)
+    machine = Machine(lambda r, d, p, _: step.seconds(r, 0.0, d + p), plan=6e-6 * rows, experts=model.mixture.experts)
+    ours, first, known = [], [], []
+    for seed in range(3):
+        log = VirtualEngine(machine, Texts(follow, 400, seed), rows, seed).run(repeat(400), 200)
+        ours.append(log.gain(0, 200))
+        first.append(log.gain(0, 60))
+        engine = VirtualEngine(machine, Texts(follow, 400, seed), rows, seed)
+        engine.drafter.weighing = Informed(machine)
+        known.append(engine.run(repeat(400), 200).gain(0, 200))
+    assert np.mean(ours) > 0.97 * np.mean(known)
+    assert np.mean(first) > 0.98
+    assert np.mean(ours) > 0.98
 
 
 @pytest.mark.parametrize(("right", "first", "later"), [(0.8, 0.97, 0.97), (0.5, 0.97, 0.97), (0.0, 1.1, 1.15)])

@@ -12,6 +12,7 @@ from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.history.record import PromptHistory, Trajectory
+from verl_rhyme.planning.architecture import Experts
 
 VOCABULARY, PROMPT, SAMPLES = 30_000, 8, 4
 
@@ -25,6 +26,7 @@ class Machine:
         wait: Seconds of the host in a step that waits for tokens, None for a synchronous engine, where all do.
         noise: Standard deviation of the logarithm.
         model: Seconds of the model's own drafter, None without; and the share of its tokens that are right.
+        experts: Those of the policy's layers, None if it is dense.
     """
 
     seconds: Callable[[int, int, int, int], float]
@@ -34,6 +36,7 @@ class Machine:
     noise: float = 0.02
     model: float | None = None
     right: float = 0.0
+    experts: Experts | None = None
 
 
 def linear(base, row, token, **more):
@@ -110,7 +113,9 @@ class VirtualEngine:
     def __init__(self, machine, texts, slots, seed=0, verifies=True, drafter=None, **config):
         self.machine, self.texts, self._verifies = machine, texts, verifies
         config = DraftingConfig(**config, model="mtp" if machine.model is not None else None)
-        self.drafter = drafter or AdaptiveDrafter(config, texts.history, slots=slots, vocabulary=VOCABULARY)
+        if drafter is None:
+            drafter = AdaptiveDrafter(config, texts.history, slots, VOCABULARY, experts=machine.experts)
+        self.drafter = drafter
         self._rng, self._slots, self._names = np.random.default_rng(seed), slots, count()
         self._luck = [np.random.default_rng([seed, row]) for row in range(slots)]
         self._ended = False

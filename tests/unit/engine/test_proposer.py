@@ -15,15 +15,17 @@ from verl_rhyme.history.copies import Copies
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.record import PromptHistory, Trajectory
 from verl_rhyme.history.store import HistoryStore
+from verl_rhyme.planning.architecture import Experts
 from verl_rhyme.processes.request import RequestMeta
 
 SamplingParams = pytest.importorskip("vllm").SamplingParams
+PretrainedConfig = pytest.importorskip("transformers").PretrainedConfig
 
 VOCABULARY, ROWS, LENGTH, STEP_TOKENS = 40, 16, 256, 96
 NAMESPACE = "test"
 
 
-def proposer_for(folder, **drafting):
+def proposer_for(folder, fields=None, **drafting):
     config = SimpleNamespace(
         additional_config={
             "rhyme": {
@@ -33,7 +35,12 @@ def proposer_for(folder, **drafting):
                 "namespace": NAMESPACE,
             }
         },
-        model_config=SimpleNamespace(max_model_len=LENGTH, get_vocab_size=lambda: VOCABULARY, dtype=torch.bfloat16),
+        model_config=SimpleNamespace(
+            max_model_len=LENGTH,
+            get_vocab_size=lambda: VOCABULARY,
+            dtype=torch.bfloat16,
+            hf_text_config=PretrainedConfig(**fields or {}),
+        ),
         scheduler_config=SimpleNamespace(
             max_num_batched_tokens=STEP_TOKENS,
             max_num_scheduled_tokens=STEP_TOKENS,
@@ -266,6 +273,12 @@ def test_time_of_a_step_excludes_its_plan_and_admissions(tmp_path, monkeypatch):
         (None, 2.0, 2, True),
         (0.25, 2.0, 0, True),
     ]
+
+
+def test_the_price_of_a_step_knows_the_policys_experts(tmp_path):
+    proposer = proposer_for(tmp_path, {"num_experts": 128, "num_experts_per_tok": 8})
+    assert proposer._drafter.weighing.cost.experts == Experts(128, 8)
+    assert proposer_for(tmp_path)._drafter.weighing.cost.experts == Experts()
 
 
 def test_only_a_request_with_a_thinking_budget_drafts_nothing(tmp_path):
