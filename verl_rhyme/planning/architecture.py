@@ -334,6 +334,12 @@ class Architecture:
         return self._mean((self.layers - mixture.layers) * self.ffn + mixture.layers * sparse)
 
     @property
+    def dispatched(self) -> int:
+        """Hidden values of a token that go to its experts, of the mean layer: a copy for each."""
+        mixture = self.mixture
+        return self._mean(mixture.layers * round(mixture.experts.chosen) * self.hidden) if mixture else 0
+
+    @property
     def matrix(self) -> int:
         """Parameters of the largest matrix of a layer; transformers keeps a layer's experts in one."""
         mixture = self.mixture
@@ -393,6 +399,10 @@ class Architecture:
         """
         tables = self.embedding * (1 if self.tied or pp > 1 else 2)
         return -(-self.layers // pp) * self.layer(tp, expert_ranks) + self.hidden + tables // tp
+
+    def rank_experts(self, ranks: int, pp: int = 1) -> int:
+        """Return the parameters of routed experts among those of :meth:`rank_parameters`."""
+        return -(-self.layers // pp) * (self._mean(self.mixture.routed) // ranks) if self.mixture else 0
 
     def cache_values(self, tp: int = 1, pp: int = 1) -> int:
         """Return a token's keys and values on one GPU: 2 x attention's layers x key heads x head_dim.

@@ -128,10 +128,12 @@ def parallel(plan: Plan, model: Architecture | None) -> Sequence[Check]:
 
 def _model_sizes(plan: Plan, model: Architecture) -> Iterator[_Row]:
     training, rollout = plan.training, plan.rollout
-    split = [("vLLM", rollout.tp, f"{_R}.tensor_model_parallel_size", {"MLP columns": model.ffn})]
+    mixture, megatron = model.mixture, training is not None and training.engine == "megatron"
+    mlp = {"MLP columns": model.ffn} if mixture is None or mixture.layers < model.layers else {}
+    split = [("vLLM", rollout.tp, f"{_R}.tensor_model_parallel_size", mlp)]
     layers = ("vLLM", model.layers < rollout.pp, rollout.pp, f"{_R}.pipeline_model_parallel_size")
-    if training and training.engine == "megatron":
-        columns = {"MLP columns": model.ffn, "vocabulary entries": model.vocab}
+    if training and megatron:
+        columns = mlp | {"vocabulary entries": model.vocab}
         split.append(("Megatron", training.tp, f"{_A}.megatron.tensor_model_parallel_size", columns))
         if model.layers % training.pp:
             layers = ("Megatron", True, training.pp, f"{_A}.megatron.pipeline_model_parallel_size")
@@ -140,6 +142,19 @@ def _model_sizes(plan: Plan, model: Architecture) -> Iterator[_Row]:
             model.heads % plan.model_parallel,
             f"Ulysses: {model.heads} attention heads are not divisible by {plan.model_parallel}",
             f"set {_A}.ulysses_sequence_parallel_size to a divisor of {model.heads}",
+        )
+    if training and megatron and mixture:
+        count, ep, option = mixture.experts.count, training.ep, f"{_A}.megatron.expert_model_parallel_size"
+        yield (
+            count % ep,
+            f"Megatron: {count} experts are not divisible by {ep}",
+            f"set {option} to a divisor of {count}",
+        )
+        yield (
+            training.world % (training.expert_ranks * training.pp),
+            f"Megatron: {training.world} training GPUs are not a multiple of expert model x expert tensor x pipeline "
+            f"parallel = {training.expert_ranks * training.pp}",
+            f"lower {option} or expert_tensor_parallel_size",
         )
     for engine, tp, option, columns in split:
         for parts, size in {"attention heads": model.heads, **columns}.items():

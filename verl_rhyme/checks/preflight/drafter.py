@@ -54,7 +54,8 @@ def _sizes(found: OwnDrafter, model: Architecture | None, tp: int, pp: int) -> D
     if not found.sizes or model is None:
         return None
     if found.method == MTP:
-        shape = replace(model, layers=found.layers, delta_nets=None)
+        mixture = model.mixture and replace(model.mixture, layers=found.layers)
+        shape = replace(model, layers=found.layers, delta_nets=None, mixture=mixture, windows=0)
     else:
         kind = found.sizes.get("model_type")
         shape = Architecture.read({**found.sizes, "model_type": kind if kind in KNOWN else "llama"})

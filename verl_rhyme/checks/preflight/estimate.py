@@ -10,6 +10,9 @@ from verl_rhyme.checks.preflight.memory import CONTEXT, Drafter, Phase, Serving
 from verl_rhyme.checks.preflight.plan import Plan
 from verl_rhyme.planning.architecture import Architecture
 
+#: Most versions of the weights in a relay: the newest two, and on the actor's node one that a slow replica reads.
+RELAYED = 3
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -21,7 +24,7 @@ class Estimate:
     phases: dict[str, Phase]
     serving: Serving  # vLLM's share
     #: On one node by component: offloaded states, reference, the model during loading, texts for drafts, KV
-    #: blocks of vLLM's offloading, weights of sleeping engines.
+    #: blocks of vLLM's offloading, weights of sleeping engines, versions in the relay.
     host: dict[str, int]
     checkpoint: int  # of the actor
     left_out: tuple[str, ...]  # components
@@ -71,6 +74,7 @@ def estimate(model: Architecture, plan: Plan, gpu_bytes: int, drafter: Drafter |
         "texts for drafts": replicas * plan.rollout.text_bytes,
         "KV blocks": replicas * plan.rollout.host_cache,
         "sleeping engines": plan.keeps_weights * gpus * serving.weights,
+        "relay": plan.relayed * RELAYED * plan.sent_bytes * model.parameters,
     }
     left_out = [name for name, present in (("the critic", plan.critic), ("LoRA's savings", plan.lora > 0)) if present]
     return Estimate(model.parameters, gpu_bytes, phases, serving, host, memory.checkpoint_bytes(model), tuple(left_out))

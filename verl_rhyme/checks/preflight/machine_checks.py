@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from verl_rhyme.checks import engine_packages
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check, problems, verdict
 from verl_rhyme.checks.predicates import ADAPTER, MEGATRON_ADAPTER
-from verl_rhyme.checks.preflight.estimate import Estimate, count, gib
+from verl_rhyme.checks.preflight.estimate import RELAYED, Estimate, count, gib
 from verl_rhyme.checks.preflight.machine import (
     ADDRESS,
     OBJECT_STORE,
@@ -22,7 +22,7 @@ from verl_rhyme.checks.preflight.machine import (
     in_cluster,
     object_store,
 )
-from verl_rhyme.checks.preflight.plan import Plan
+from verl_rhyme.checks.preflight.plan import RELAY_FOLDER, Plan
 from verl_rhyme.config import CONFIG_PATH
 from verl_rhyme.coordinator.ranker_service import unusable
 from verl_rhyme.drafting.recurrent import undrafted
@@ -218,7 +218,7 @@ def _lighter(phase: str, plan: Plan) -> str:
 
 
 def host_memory(found: Estimate, config: Any, machine: Machine) -> Check:
-    """Check offloaded states, loading, texts for drafts, KV blocks, sleeping engines and Ray's object store."""
+    """Check offloaded states, loading, texts for drafts, KV blocks, sleeping engines, relay and Ray's object store."""
     ray = object_store(OmegaConf.select(config, OBJECT_STORE), machine.host_bytes)
     needed = sum(found.host.values()) + ray
     remedy = (
@@ -234,7 +234,8 @@ def host_memory(found: Estimate, config: Any, machine: Machine) -> Check:
         needed <= machine.host_free,
         f"{gib(needed)} needed, {gib(machine.host_free)} free: offloaded states, model loading, texts for drafts "
         f"({gib(found.host['texts for drafts'])}), KV blocks ({gib(found.host['KV blocks'])}), "
-        f"weights of sleeping engines ({gib(found.host['sleeping engines'])}) "
+        f"weights of sleeping engines ({gib(found.host['sleeping engines'])}), "
+        f"versions of the weights in the relay ({gib(found.host['relay'])}) "
         f"and Ray's object store ({gib(ray)})",
         remedy,
         WARN,
@@ -286,15 +287,15 @@ def weights(config: Any, plan: Plan, found: Estimate | None) -> Iterator[Check]:
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
     if engine.backend != RELAY:
         return
-    setting = OmegaConf.select(engine, f"engine_kwargs.{RELAY}.folder")
+    setting = OmegaConf.select(config, RELAY_FOLDER)
     folder, free = free_disk(Path(str(setting)) if setting else SHARED_MEMORY)
     one = plan.sent_bytes * found.parameters if found else 0
     writable = os.access(folder, os.W_OK)
     yield verdict(
         "weights",
-        writable and free > 3 * one,
+        writable and free > RELAYED * one,
         f"{folder}: {gib(free)} free, shared with Ray's object store if that is in /dev/shm; the relay needs "
-        f"{gib(2 * one)} for two versions of the weights, {gib(3 * one)} on the actor's node",
+        f"{gib(2 * one)} for two versions of the weights, {gib(RELAYED * one)} on the actor's node",
         "start the container with a larger --shm-size, or set a writable folder with more room: "
         f"{_R}.checkpoint_engine.engine_kwargs.{RELAY}.folder",
         otherwise=WARN if writable else FAIL,

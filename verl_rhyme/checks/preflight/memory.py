@@ -34,6 +34,8 @@ class Training:
     tp: int = 1  # Megatron's tensor, pipeline (pp) and context (cp) parallel sizes
     pp: int = 1
     cp: int = 1
+    ep: int = 1  # Megatron's expert model parallel size
+    expert_tp: int = 1  # and the tensor parallel size of experts
     sequence_parallel: bool = True  # Megatron: whether ``tp`` also splits norms and residuals
     #: Megatron: whether data and context parallel ranks split master weights and Adam states
     distributed_optimizer: bool = True
@@ -59,6 +61,16 @@ class Training:
         """Number of ranks with the same Megatron parameters, over which the distributed optimizer splits its states."""
         return max(1, self.world // (self.tp * self.pp))
 
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that split the experts of a layer."""
+        return self.ep * self.expert_tp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Number of ranks with the same Megatron parameters of experts."""
+        return max(1, self.world // (self.expert_ranks * self.pp))
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -66,6 +78,7 @@ class Rollout:
 
     tp: int = 1
     pp: int = 1
+    dp: int = 1  # vLLM splits experts over ``tp`` x ``dp`` ranks, with expert parallelism or without
     utilization: float = 0.5  # ``gpu_memory_utilization``, a share of the whole GPU
     max_model_len: int = 0  # tokens
     longest: int = 0  # tokens of the run's longest request, prompt and response
@@ -107,12 +120,17 @@ def states(model: Architecture, training: Training) -> dict[str, int]:
     """Return the bytes of one GPU's parameters, gradients and optimizer states, whether offloaded or not.
 
     Megatron: bf16 parameters, fp32 gradients, fp32 master weights and two moments, split over the d data and context
-    parallel ranks: 2 + 4 + 12/d. FSDP: four times the stored type (verl: fp32), over all shards.
+    parallel ranks: 2 + 4 + 12/d; those of experts over the ranks that hold the same ones. FSDP: four times the stored
+    type (verl: fp32), over all shards.
     """
     if training.engine == "megatron":
-        count = model.rank_parameters(training.tp, training.pp)
-        split = training.replicas if training.distributed_optimizer else 1
-        return {"parameters": 2 * count, "gradients": 4 * count, "optimizer": -(-12 * count // split)}
+        count = model.rank_parameters(training.tp, training.pp, training.expert_ranks)
+        experts = model.rank_experts(training.expert_ranks, training.pp)
+        split, split_experts = training.replicas, training.expert_replicas
+        if not training.distributed_optimizer:
+            split = split_experts = 1
+        optimizer = -(-12 * (count - experts) // split) - (-12 * experts // split_experts)
+        return {"parameters": 2 * count, "gradients": 4 * count, "optimizer": optimizer}
     count = -(-model.parameters // training.shards) * training.parameter_bytes
     return {"parameters": count, "gradients": count, "optimizer": 2 * count}
 
@@ -129,21 +147,23 @@ def layer_activations(model: Architecture, training: Training, tokens: int) -> i
     Megatron (fused norms, bf16): inputs of both norms and of both linear pairs, q, k, v, the attention's output, both
     halves of the MLP and their product: b t (4h + 2a + 2k + 3f). ``tp`` splits all but the 4h, and these as well under
     sequence parallelism. transformers (eager norms): a norm keeps (4 + 2b) h bytes, the MLP gate, silu(gate), up and
-    their product; Qwen3's query and key norms keep their fp32 input and the normalised one.
+    their product; Qwen3's query and key norms keep their fp32 input and the normalised one. A mixture keeps f of all
+    experts of a token, and their inputs and outputs; tokens are assumed to choose experts evenly.
     """
-    h, f, a, k, b = model.hidden, model.ffn, model.query, model.key, training.compute_bytes
+    h, f, a, k, b = model.hidden, model.mlp, model.query, model.key, training.compute_bytes
+    experts = 2 * model.dispatched
     if training.engine == "megatron":
         outside = 4 * h // (training.tp if training.sequence_parallel else 1)
         norms = model.qk_norm * 2 * (a + k) // 2
-        return tokens * b * (outside + (2 * a + 2 * k + 3 * f + norms) // training.tp)
+        return tokens * b * (outside + (2 * a + 2 * k + 3 * f + experts + norms) // training.tp)
     norms = 2 * (4 + 2 * b) * h + model.qk_norm * (4 + b) * (a + k)
-    return tokens * (norms + b * (2 * a + 2 * k + 4 * f) + 4 * model.heads)
+    return tokens * (norms + b * (2 * a + 2 * k + 4 * f + experts) + 4 * model.heads)
 
 
 def _layer_backward(model: Architecture, training: Training, tokens: int) -> int:
     """Return the bytes of activation gradients in the backward pass of a layer's MLP, and of one matrix gradient."""
-    width = 2 * model.hidden + 2 * model.ffn // training.tp
-    gradient = 0 if training.engine == "megatron" else model.hidden * model.ffn  # Megatron adds into its buffer
+    width = 2 * model.hidden + (2 * model.mlp + model.dispatched) // training.tp
+    gradient = 0 if training.engine == "megatron" else model.matrix  # Megatron adds into its buffer
     return training.compute_bytes * (tokens * width + gradient)
 
 
@@ -213,7 +233,7 @@ def optimizer_step(model: Architecture, training: Training) -> Phase:
     elif training.foreach:
         extra = held["parameters"]
     else:
-        largest = max(model.embedding, model.hidden * model.ffn)
+        largest = max(model.embedding, model.matrix)
         extra = 2 * -(-largest // training.shards) * training.parameter_bytes
     return Phase({**held, "temporary": extra})
 
@@ -232,7 +252,7 @@ def log_prob(model: Architecture, training: Training) -> Phase | None:
     else:
         held["gradients"] = 0
         logits = b * table * (1 if training.chunked_entropy else 3)
-    layer = tokens * b * (2 * model.hidden + 3 * model.ffn // training.tp)
+    layer = tokens * b * (2 * model.hidden + (3 * model.mlp + model.dispatched) // training.tp)
     gathered = _gathered_root(model, training) + _gathered_layers(model, training, backward=False)
     return Phase({**held, "gathered": gathered, "activations": layer, "transient": logits})
 
@@ -280,14 +300,16 @@ def serve(model: Architecture, rollout: Rollout, gpu_bytes: int, drafter: Drafte
     """Return the split of ``utilization`` of a GPU into weights, the profile run's peak, and KV cache.
 
     The profile run is a step of ``max_num_batched_tokens`` with residual, norm, both halves of the MLP and their
-    product. For ``max_num_seqs`` requests, it has the logits and two fp32 tables of the sampler, which ``tp`` does not
-    split. Draft tokens of models with recurrent layers are as many as
+    product, of a mixture those of all experts of a token. For ``max_num_seqs`` requests, it has the logits and two fp32
+    tables of the sampler, which ``tp`` does not split. Draft tokens of models with recurrent layers are as many as
     :func:`~verl_rhyme.drafting.bounds.affordable_tokens` allows.
     """
     own = drafter or Drafter(0, 0)
     adapters = -(-model.layers // rollout.pp) * model.adapter(rollout.adapters, rollout.tp)
-    weights = rollout.weight_bytes * (model.rank_parameters(rollout.tp, rollout.pp) + adapters + own.parameters)
-    forward = rollout.max_num_batched_tokens * rollout.weight_bytes * (3 * model.hidden + 3 * model.ffn // rollout.tp)
+    held = model.rank_parameters(rollout.tp, rollout.pp, rollout.tp * rollout.dp)
+    weights = rollout.weight_bytes * (held + adapters + own.parameters)
+    width = 3 * model.hidden + 3 * model.mlp // rollout.tp + model.dispatched
+    forward = rollout.max_num_batched_tokens * rollout.weight_bytes * width
     sampler = rollout.max_num_seqs * model.vocab * (rollout.weight_bytes + 8)
     share = int(rollout.utilization * gpu_bytes)
     per_token = (model.cache_values(rollout.tp, rollout.pp) + own.cache_values) * rollout.cache_bytes

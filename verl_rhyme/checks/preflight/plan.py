@@ -16,8 +16,12 @@ from verl_rhyme.config import RhymeConfig, config_tree
 from verl_rhyme.drafting.bounds import engine_tokens
 from verl_rhyme.drafting.recurrent import recurrent
 from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.weights import BACKEND as RELAY
 
 _BYTES = {"fp32": 4, "float32": 4, "float": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # all others: 2
+
+#: Parent folder of the relay's versions, if not shared memory.
+RELAY_FOLDER = f"actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.{RELAY}.folder"
 
 #: Engine of the estimate for each of verl's values of ``actor.strategy``.
 ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
@@ -50,6 +54,7 @@ class Plan:
     lora: int  # rank, 0 without LoRA
     drafter: str | None  # the model's own: mtp, a folder or a hub id
     sent_bytes: int  # per element of the weights in the relay
+    relayed: bool  # whether the relay keeps versions in shared memory
     rhyme: RhymeConfig | None  # ``None`` without rhyme, or where it is invalid, which a check reports
     rules: Rules | None  # of the pipeline; ``None`` without one or without ``rhyme``
 
@@ -132,6 +137,7 @@ def read(config: Any, fields: Mapping[str, Any] | None = None) -> Plan:
         lora=lora,
         drafter=engine_drafter(run),
         sent_bytes=_sent(rollout, training),
+        relayed=rollout.checkpoint_engine.backend == RELAY and not OmegaConf.select(config, RELAY_FOLDER),
         rhyme=rhyme,
         rules=rules,
     )
@@ -175,6 +181,8 @@ def _tokens(config: Any, section: Any, kind: str, local: int, split: int, data_p
 
 def _megatron(engine: Any) -> dict[str, Any]:
     return {
+        "ep": int(engine.get("expert_model_parallel_size") or 1),
+        "expert_tp": int(engine.get("expert_tensor_parallel_size") or engine.tensor_model_parallel_size),
         "sequence_parallel": bool(engine.sequence_parallel),
         "distributed_optimizer": bool(engine.use_distributed_optimizer),
         "recompute": (engine.get("override_transformer_config") or {}).get("recompute_granularity") == "full",
@@ -221,6 +229,7 @@ def _rollout(config: Any, rhyme: RhymeConfig | None, fields: Mapping[str, Any], 
     return Rollout(
         tp=int(rollout.tensor_model_parallel_size),
         pp=int(rollout.pipeline_model_parallel_size),
+        dp=int(rollout.data_parallel_size),
         utilization=float(rollout.gpu_memory_utilization),
         max_model_len=int(rollout.max_model_len or fields.get("max_position_embeddings") or sequence_tokens(config)),
         longest=sequence_tokens(config),

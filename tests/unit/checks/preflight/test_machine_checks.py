@@ -19,7 +19,7 @@ from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
 from verl_rhyme.lengths import ranker
 from verl_rhyme.planning import architecture
-from verl_rhyme.planning.architecture import Architecture
+from verl_rhyme.planning.architecture import PUBLISHED, Architecture
 
 NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
 HISTORY = f"{R}.custom.rhyme.history"
@@ -82,6 +82,25 @@ def test_the_relay_needs_room_for_two_or_three_versions(world, tmp_path, monkeyp
         for free, warns in ((3 * one, True), (3 * one + 1, False)):
             monkeypatch.setattr(machine_checks, "free_disk", lambda path, free=free: (tmp_path, free))
             assert (("weights", "warn") in complaints(preflight(world, *overrides))) == warns
+
+
+def test_a_mixture_is_estimated_with_its_experts_parallel_sizes(world, tmp_path):
+    """verl's command for 30B-A3B; three versions of 61 GB in the relay take host memory."""
+    (tmp_path / "model" / "config.json").write_text(json.dumps(PUBLISHED["Qwen/Qwen3-30B-A3B"]))
+    sizes = "tensor_model_parallel_size=2", "expert_model_parallel_size=8", "expert_tensor_parallel_size=1"
+    options = [MEGATRON, *(f"{A}.megatron.{size}" for size in sizes), "trainer.nnodes=2"]
+    found = preflight(world, *options, *RELAY)
+    assert (found.plan.training.expert_ranks, found.plan.training.expert_replicas) == (8, 2)
+    assert found.estimate.host["relay"] == 3 * 2 * found.estimate.parameters == pytest.approx(3 * 61e9, rel=0.01)
+    assert gib(found.estimate.host["relay"]) in only(found, "host memory").detail
+    assert preflight(world, *options).estimate.host["relay"] == 0
+    ranks = "16 training GPUs are not a multiple of expert model x expert tensor x pipeline parallel = 32"
+    wrong = (
+        ("expert_model_parallel_size=3", "128 experts are not divisible by 3"),
+        ("expert_tensor_parallel_size=4", ranks),
+    )
+    for size, problem in wrong:
+        assert problem in complaints(preflight(world, *options, f"{A}.megatron.{size}"))["parallel sizes", "fail"]
 
 
 def test_the_relay_holds_weights_in_the_type_of_the_engines(world):

@@ -13,6 +13,7 @@ QWEN_32B = Architecture.read(PUBLISHED["Qwen/Qwen2.5-32B"])
 LLAMA_8B = Architecture.read(PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"])
 QWEN3_8B = Architecture.read(PUBLISHED["Qwen/Qwen3-8B"])
 QWEN3_5_9B = Architecture.read(PUBLISHED["Qwen/Qwen3.5-9B"])
+QWEN3_30B = Architecture.read(PUBLISHED["Qwen/Qwen3-30B-A3B"])
 QWEN_HALF_B = Architecture.read(MODEL)
 MEGATRON = Training("megatron", world=16, tp=2, tokens=8192, log_prob_tokens=8192)
 FSDP = Training("fsdp", world=8, shards=8, tokens=8192, log_prob_tokens=8192)
@@ -39,6 +40,22 @@ def test_states_take_six_bytes_and_twelve_over_the_ranks_with_megatron_and_sixte
     assert sum(memory.states(QWEN_32B, whole).values()) == 18 * count
     assert memory.states(QWEN_32B, replace(MEGATRON, cp=2)) == memory.states(QWEN_32B, MEGATRON)
     assert sum(memory.states(LLAMA_8B, FSDP).values()) == 16 * LLAMA_8B.parameters // 8
+
+
+def test_expert_parallelism_splits_experts_and_their_states_over_ranks_of_their_own():
+    """verl's command for 30B-A3B: 16 GPUs, TP 2, EP 8, experts whole; 29.0 of 30.5 billion parameters are experts'."""
+    routed = 48 * 128 * 3 * 2048 * 768
+    split = replace(MEGATRON, ep=8, expert_tp=1)
+    count, whole = QWEN3_30B.rank_parameters(2, expert_ranks=8), QWEN3_30B.rank_parameters(2)
+    assert whole - count == routed // 2 - routed // 8
+    states = memory.states(QWEN3_30B, split)
+    assert states["optimizer"] == pytest.approx(12 * ((count - routed // 8) / 8 + routed / 8 / 2))
+    assert sum(states.values()) < sum(memory.states(QWEN3_30B, replace(split, ep=1, expert_tp=2)).values()) / 2
+    rollout = Rollout(tp=4, utilization=0.8, max_model_len=8192, longest=8192)
+    assert memory.serve(QWEN3_30B, rollout, 80 << 30).weights == pytest.approx(30.5e9 * 2 / 4, rel=0.01)
+    assert memory.serve(QWEN3_30B, replace(rollout, dp=2), 80 << 30).weights < 30.5e9 * 2 / 7
+    tokens = memory.layer_activations(QWEN3_30B, replace(split, tp=1), 100) // 200
+    assert tokens == 4 * 2048 + 2 * 4096 + 2 * 512 + 3 * 8 * 768 + 2 * 8 * 2048 + 4096 + 512
 
 
 def test_activations_follow_korthikanti_without_dropout_and_with_swiglu():
