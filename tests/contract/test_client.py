@@ -120,6 +120,7 @@ def config(full_determinism=False):
         full_determinism=full_determinism,
         response_length=8,
         prompt_length=8,
+        enable_rollout_routing_replay=False,
         n=N,
         val_kwargs=SimpleNamespace(n=1),
     )

@@ -19,6 +19,7 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from verl_rhyme.agent_loop.routes import TurnRoutes
 from verl_rhyme.agent_loop.session import Call, Interrupted, Session, Turn, current, set_current
 from verl_rhyme.history.keys import turn_key
 from verl_rhyme.observability.errors import first_line
@@ -213,6 +214,8 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         budget, options = self._budget(prompt_ids, sampling_params), restart_options(sampling_params)
         output = TokenOutput(token_ids=[])
         params = {name: value for name, value in sampling_params.items() if name != "max_new_tokens"}
+        replays = self.config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+        routes = TurnRoutes(session, turn, prompt_ids) if replays else None
         while not turn.complete:
             if session.interrupted:  # in a parallel call
                 raise Interrupted
@@ -222,6 +225,8 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
             if options and turn.tokens:
                 _drop(turn, options)
             call.earlier_text = turn.draft.tobytes()
+            if routes is not None:
+                params["routed_experts_prompt_start"] = routes.begin
             output = await _Requests.generate(
                 self,
                 request_id,
@@ -231,8 +236,9 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
                 **media,
             )
             version = output.extra_fields.get("global_steps")
+            experts = routes.of(output) if routes is not None else None
             try:
-                session.extend(turn, output.token_ids, output.log_probs, version, output.stop_reason)
+                session.extend(turn, output.token_ids, output.log_probs, version, output.stop_reason, experts)
             except Interrupted:
                 # An attempt without a token returns to the coordinator, and is none of the old policy.
                 if turn.complete or not (call.moving or (session.spans and session.tokens)):
@@ -243,6 +249,8 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         if len(turn.tokens) > len(output.token_ids):  # earlier requests generated some of them
             output.token_ids = turn.tokens.tolist()
             output.log_probs = None if turn.log_probs is None else turn.log_probs.tolist()
+        if routes is not None:
+            output.routed_experts = routes.whole()
         output.extra_fields |= {
             "global_steps": turn.version,
             "min_global_steps": turn.first_version,

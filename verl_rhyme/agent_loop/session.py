@@ -21,6 +21,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement.assignment import ANYWHERE, Assignment
 from verl_rhyme.processes.deadline import Deadline
@@ -56,12 +58,15 @@ class Turn:
     # int32, text of earlier attempts or requests in the turn, to draft from; never changed in place
     draft: array[int] = field(default_factory=lambda: array("i"))
     answers: dict[int, list[str]] = field(default_factory=dict)  # tool call and answer in JSON, by place of the call
+    # routing replay: experts of its tokens but the last, and of prompt tokens that no earlier turn computed, uint8 or
+    # uint16[tokens, layers, experts of a token]; None: not requested; never changed in place
+    routes: np.ndarray | None = field(default=None, compare=False)
 
     def drop(self) -> None:
         """Begin the turn again: its tokens become the draft, with the rest of a longer one."""
         self.draft = self.tokens + self.draft[len(self.tokens) :]
         self.tokens, self.log_probs, self.first_version, self.version = array("i"), None, None, None
-        self.complete, self.stop_reason, self.answers = False, None, {}
+        self.complete, self.stop_reason, self.answers, self.routes = False, None, {}, None
 
     def copy(self) -> Turn:
         log_probs = None if self.log_probs is None else self.log_probs[:]
@@ -71,17 +76,20 @@ class Turn:
         """Return the stored form, with bytes in place of arrays, because thousands of attempts end at once."""
         log_probs = None if self.log_probs is None else self.log_probs.tobytes()
         arrays = {"tokens": self.tokens.tobytes(), "log_probs": log_probs, "draft": self.draft.tobytes()}
-        return {**vars(self), **arrays}
+        routes = self.routes
+        stored = None if routes is None else [routes.tobytes(), routes.dtype.str, list(routes.shape)]
+        return {**vars(self), **arrays, "routes": stored}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Turn:
-        log_probs = stored["log_probs"]
+        log_probs, routes = stored["log_probs"], stored.get("routes")
         return cls(
             **{
                 **stored,
                 "tokens": array("i", stored["tokens"]),
                 "log_probs": None if log_probs is None else array("f", log_probs),
                 "draft": array("i", stored.get("draft", b"")),
+                "routes": None if routes is None else np.frombuffer(routes[0], routes[1]).reshape(routes[2]),
             }
         )
 
@@ -143,6 +151,8 @@ class Session:
     deadline: Deadline = field(default_factory=Deadline)  # of its tools and its reward
     diverged: bool = False  # a call answered something that no earlier turn answered
     media: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # hashes by identity (history.keys.turn_key)
+    # texts, int32[tokens], and experts of their tokens but the last (agent_loop.routes); none is another's beginning
+    routes: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def inherit(self, turns: list[Turn], records: list[dict[str, Any]], partial: bool) -> None:
@@ -225,6 +235,7 @@ class Session:
         log_probs: list[float] | None,
         version: int | None,
         stop_reason: str | None,
+        routes: np.ndarray | None = None,
     ) -> None:
         """Add a request's tokens, of one policy version, to a turn. Raise :class:`Interrupted` if the engine stopped
         before the turn ended, or if the turns are of several policy versions and may not be."""
@@ -243,6 +254,8 @@ class Session:
                 turn.log_probs = None
             else:
                 turn.log_probs.extend(log_probs)
+            if routes is not None:
+                turn.routes = routes if turn.routes is None else np.concatenate([turn.routes, routes])
             turn.tokens.extend(tokens)
         turn.stop_reason = stop_reason
         turn.complete = stop_reason not in ABORTED

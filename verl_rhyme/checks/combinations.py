@@ -368,13 +368,6 @@ TABLE = (
         (BOUND,),
     ),
     Row(
-        (Option(f"{ROLLOUT}.enable_rollout_routing_replay"),),
-        lambda run: run.rules is not None and run.rules.continues,
-        "the expert routing of a response that several policies or replicas generated cannot be replayed",
-        f"set it to false, or {CONFIG_PATH}.scheduling.at_version=regenerate",
-        (BOUND,),
-    ),
-    Row(
         (
             Option(f"{ACTOR}.checkpoint.async_save"),
             Option(f"{CRITIC}.async_save", lambda on, run: bool(on) and run.critic, named_with=(ESTIMATOR,)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -20,7 +19,7 @@ def of_config(config: Any, rhyme: RhymeConfig | None) -> Rules | None:
     if rhyme is None or rhyme.max_staleness is None:
         return None
     rollout = "actor_rollout_ref.rollout"
-    rules = of_options(
+    return of_options(
         rhyme.scheduling,
         rhyme.max_staleness,
         separate=TOPOLOGIES.get(str(OmegaConf.select(config, "trainer.v1.trainer_mode"))) == "separate",
@@ -34,5 +33,3 @@ def of_config(config: Any, rhyme: RhymeConfig | None) -> Rules | None:
         relayed=backend(str(OmegaConf.select(config, f"{rollout}.checkpoint_engine.backend"))).one_by_one,
         drafts=rhyme.drafting.enable and rhyme.drafting.policy == "adaptive",
     )
-    replay = OmegaConf.select(config, f"{rollout}.enable_rollout_routing_replay")  # of one request's experts only
-    return replace(rules, at_version="regenerate") if replay and not rules.continues else rules

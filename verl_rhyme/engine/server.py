@@ -210,7 +210,7 @@ class RhymeHttpServer(vLLMHttpServer):
                 if request is None or not request.name or not output.outputs:
                     raise  # any other client would take the tokens so far for a complete response
                 request.engine_died = True
-                yield _as_aborted(output)
+                yield _as_aborted(output, self.config.enable_rollout_routing_replay)
                 return
 
     async def healthy(self) -> None:
@@ -392,10 +392,10 @@ class RhymeHttpServer(vLLMHttpServer):
         return columns
 
 
-def _as_aborted(output: Any) -> Any:
-    """vLLM may have extended the lists of its output unequally."""
+def _as_aborted(output: Any, replays: bool) -> Any:
+    """vLLM may have extended the lists of its output unequally, and has no expert routes of a running request."""
     response = output.outputs[0]
-    tokens = list(response.token_ids)
+    tokens = [] if replays else list(response.token_ids)
     if response.logprobs is not None:
         tokens = tokens[: len(response.logprobs)]
         response.logprobs = response.logprobs[: len(tokens)]

@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
+import numpy as np
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -16,9 +17,18 @@ PROMPT, BUDGET = [1, 2, 3], 20
 
 class Engine(LLMServerClient):
     """Generates one number per token after the prompt, and is stopped after each of ``stops`` tokens: by a new policy,
-    if it ``publishes``. A stop of -1 is an error."""
+    if it ``publishes``. A stop of -1 is an error. The experts of a token are its place and the version."""
 
-    stops, version, length, requests, answers_later, dies, publishes = (), 0, None, (), False, False, False
+    stops, version, length, requests, answers_later, dies, publishes, routed = (
+        (),
+        0,
+        None,
+        (),
+        False,
+        False,
+        False,
+        True,
+    )
 
     async def generate(self, request_id, *, prompt_ids, sampling_params, rhyme, **kwargs):
         meta = RequestMeta(**rhyme)
@@ -40,19 +50,22 @@ class Engine(LLMServerClient):
             "response_tokens": made,
         }
         died = {DIED: True} if self.dies and made < left else {}
-        version = self.version
+        version, begin = self.version, sampling_params.get("routed_experts_prompt_start")
+        places = np.arange(begin or 0, len(prompt_ids) + made - 1, dtype=np.uint8)
+        experts = np.stack([places, np.full_like(places, version)], -1)[:, None]
         self.version += self.publishes and made < left
         return TokenOutput(
             token_ids=tokens,
             log_probs=[-0.01 * (version + 1)] * made,
+            routed_experts=None if begin is None or not self.routed else experts,
             stop_reason="completed" if made == left else "aborted",
             extra_fields={"global_steps": version, FIELD: [record], **died},
         )
 
 
 class Client(RhymeLLMServerClient, Engine):
-    def __init__(self, stops=(), version=0, length=None, dies=False, **kwargs):
-        rollout = SimpleNamespace(response_length=BUDGET, prompt_length=8)
+    def __init__(self, stops=(), version=0, length=None, dies=False, replays=False, **kwargs):
+        rollout = SimpleNamespace(response_length=BUDGET, prompt_length=8, enable_rollout_routing_replay=replays)
         config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
         super().__init__(config, **{"interruptible": True, **kwargs})
         self.stops, self.version, self.length, self.dies, self.requests = list(stops), version, length, dies, []

@@ -27,18 +27,28 @@ def drafts(client):
     return [np.frombuffer(meta.earlier_text, "<i4").tolist() for _, _, meta, _ in client.requests]
 
 
-def attempt(client, session, prompt=PROMPT, params=None, **media):
-    """Return the output of one turn; ``None`` if it was interrupted or failed."""
+def versions_of_experts(output):
+    """Return the versions that computed each token but the last."""
+    places, versions = output.routed_experts[:, 0].T.tolist()
+    assert places == [*range(len(places))]
+    return versions
+
+
+def turn(client, session, prompt=PROMPT, params=None, **media):
+    """Return the output of one turn."""
 
     async def run():
         if session is not None:
             sessions.set_current(session)
-        try:
-            return await client.generate("r", prompt_ids=prompt, sampling_params=params or {}, **media)
-        except (Interrupted, ValueError):
-            return None
+        return await client.generate("r", prompt_ids=prompt, sampling_params=params or {}, **media)
 
     return asyncio.run(run())
+
+
+def attempt(*args, **kwargs):
+    """Return the output of one turn; ``None`` if it was interrupted or failed."""
+    with contextlib.suppress(Interrupted, ValueError):
+        return turn(*args, **kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +60,7 @@ def quick(monkeypatch):
 @given(st.lists(st.integers(-1, BUDGET), max_size=8), st.integers(1, 2 * BUDGET))
 def test_response_over_versions_keeps_its_budget_and_log_probs(stops, length):
     """It continues in place. Another attempt follows a failure, or a stop before the first token, from stored turns."""
-    session, client = sample(partial=True), Client(stops, length=length)
+    session, client = sample(partial=True), Client(stops, length=length, replays=True)
     client.publishes = True
     while (output := attempt(client, session)) is None:
         stop = stops[len(client.requests) - 1]
@@ -65,10 +75,94 @@ def test_response_over_versions_keeps_its_budget_and_log_probs(stops, length):
         version += stop != -1
     assert output.token_ids == [100 + i for i in range(min(BUDGET, length))]
     assert [round(-100 * p) - 1 for p in output.log_probs] == expected
+    assert versions_of_experts(output) == [expected[0]] * (len(PROMPT) - 1) + expected
     assert output.extra_fields["min_global_steps"] == session.first_version == expected[0]
     assert output.extra_fields["max_global_steps"] == session.version == expected[-1]
     assert output.stop_reason in ("completed", "length")
     assert sum(record["response_tokens"] for record in output.extra_fields[FIELD]) == len(output.token_ids)
+
+
+TOOL = [7, 7]
+PENALTY = {"presence_penalty": 0.5}
+
+
+@settings(max_examples=150)
+@given(st.lists(st.integers(-1, 9), max_size=12))
+def test_replayed_experts_are_those_of_the_weights_that_sampled_each_token(stops):
+    """Over turns and attempts that begin with stored ones. Tools' answers are computed by the turn that follows."""
+
+    async def loop():
+        sessions.set_current(session)
+        prompt = PROMPT
+        for request_id in ("r", "r", "another"):
+            output = await client.generate(request_id, prompt_ids=prompt, sampling_params={"max_tokens": 5})
+            prompt = [*prompt, *output.token_ids, *TOOL]
+        return output
+
+    session, client = sample(partial=True), Client(stops, replays=True)
+    client.publishes, output = True, None
+    while output is None:
+        try:
+            output = asyncio.run(loop())
+        except (Interrupted, ValueError):
+            session = again(session, partial=True)
+    expected = []
+    for turn in session.turns:
+        versions = [round(-100 * p) - 1 for p in turn.log_probs]
+        expected += [versions[0]] * (len(TOOL) if expected else len(PROMPT) - 1) + versions
+    assert versions_of_experts(output) == expected
+    assert sum(len(turn.routes) for turn in session.turns) == len(expected), "no row is stored twice"
+    assert len(session.routes) == 1, "one text, of the three turns"
+
+
+def test_regenerated_turn_has_experts_of_its_own_weights():
+    """Those of the turn before, which is no part of it, and not those of the tokens that are sampled again."""
+    client, session = Client([3, 2, 2], replays=True), sample(partial=True)
+    client.publishes = True
+    first = attempt(client, session, params={"max_tokens": 3})
+    text = [*PROMPT, *first.token_ids]
+    output = attempt(client, session, prompt=[*text, *TOOL], params={**PENALTY, "max_tokens": 4})
+    assert first.extra_fields["max_global_steps"] == 0
+    assert versions_of_experts(output) == [0] * (len(text) - 1) + [2] * (len(TOOL) + 4)
+
+
+def test_the_last_prompt_token_has_experts_of_its_answers_weights():
+    client, session = Client(replays=True), sample(partial=True)
+    for version in range(2):
+        client.version = version
+        output = attempt(client, session, params={"max_tokens": 3})
+    assert versions_of_experts(output) == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("missing", ["experts", "prompt"])
+def test_stored_turn_whose_experts_are_unknown_is_regenerated(missing):
+    client, session = Client(replays=missing == "prompt"), sample(partial=True)
+    attempt(client, session, params={"max_tokens": 4})
+    attempt(client, session, prompt=[*PROMPT, *range(100, 104)], params={"max_tokens": 4})
+    after = again(session, partial=True)
+    client = Client(version=1, replays=True)
+    output = attempt(client, after, prompt=[*PROMPT, *range(100, 104)], params={"max_tokens": 4})
+    assert drafts(client) == [[*range(104, 108)]]
+    assert versions_of_experts(output) == [1] * 10
+
+
+def test_stored_turn_keeps_the_experts_that_it_has():
+    """Its prompt was none of an earlier turn's text then; now it is, of another policy's."""
+    client, session = Client(replays=True), sample(partial=True)
+    longer = [*PROMPT, *range(100, 104)]
+    attempt(client, session, prompt=longer, params={"max_tokens": 4})
+    after = again(session, partial=True)
+    client.version = 1
+    assert versions_of_experts(attempt(client, after, params={"max_tokens": 4})) == [1] * 6
+    assert versions_of_experts(attempt(client, after, prompt=longer, params={"max_tokens": 4})) == [0] * 10
+    assert len(client.requests) == 2
+
+
+def test_tokens_without_experts_fail_the_attempt():
+    client = Client(replays=True)
+    client.routed = False
+    with pytest.raises(ValueError, match=r"experts of 0 tokens instead of 22.*enable_rollout_routing_replay=false"):
+        turn(client, sample(partial=True))
 
 
 def test_interrupted_on_policy_response_starts_over_and_drafts_its_text():
@@ -340,9 +434,6 @@ def test_turn_is_stored_as_bytes(tokens, asked):
     assert stored["tokens"] == np.array(tokens, "<i4").tobytes()
     assert stored["log_probs"] == (np.array(log_probs, "<f4").tobytes() if asked else None)
     assert Turn.from_dict(stored) == turn
-
-
-PENALTY = {"presence_penalty": 0.5}
 
 
 def test_response_with_unresumable_options_starts_over_and_drafts_its_text():

@@ -81,7 +81,7 @@ def server(monkeypatch):
     built.engine, built.global_steps, built.node_rank, built.replica_rank = Engine(), 3, 0, 0
     built._engine_generate, built._node_id, built._rhyme = built.engine.generate, "node", RhymeConfig()
     built._requests, built._finished, built._aborts, built._rpcs = {}, deque(maxlen=4), set(), 0
-    built._gate, built.asked = Gate(), []
+    built._gate, built.asked, built.config = Gate(), [], SimpleNamespace(enable_rollout_routing_replay=False)
     built._histories = SimpleNamespace(ask=lambda key: built.asked.append(key) or 77, take_errors=lambda: 0)
     return built
 
@@ -275,6 +275,14 @@ async def test_request_of_a_coordinator_ends_as_aborted_and_reports_the_death(dy
     dying.lists = lists  # they grow one after another
     output = await dying.generate([5], {}, "r", rhyme={"name": "uid_0"})
     assert (output.token_ids, output.stop_reason) == ([1, 2], "abort")
+    assert output.extra_fields[DIED]
+
+
+async def test_replayed_routing_keeps_no_token_of_a_dead_engine(dying):
+    """vLLM joins the experts of a request's tokens at its end alone."""
+    dying.config.enable_rollout_routing_replay = True
+    output = await dying.generate([5], {}, "r", rhyme={"name": "uid_0"})
+    assert (output.token_ids, output.stop_reason) == ([], "abort")
     assert output.extra_fields[DIED]
 
 
