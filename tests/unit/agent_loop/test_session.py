@@ -430,10 +430,17 @@ def test_turn_is_stored_as_bytes(tokens, asked):
     log_probs = array("f", [-token / 7 for token in tokens]) if asked else None
     turn = Turn("key", array("i", tokens), log_probs, 3, 3, False, "aborted", 1, array("i", tokens[1:]))
     turn.answers = {0: ["call", "answer"], 1: ["another", "one"]} if asked else {}
+    turn.routes = np.arange(len(tokens) * 6, dtype="u2").reshape(-1, 3, 2) if asked else None
     stored = serial_utils.decode(serial_utils.encode(turn.to_dict()))  # TransferQueue's encoding
     assert stored["tokens"] == np.array(tokens, "<i4").tobytes()
     assert stored["log_probs"] == (np.array(log_probs, "<f4").tobytes() if asked else None)
-    assert Turn.from_dict(stored) == turn
+    restored = Turn.from_dict(stored)
+    assert restored == turn
+    if asked:
+        assert restored.routes.dtype == np.uint16
+        np.testing.assert_array_equal(restored.routes, turn.routes)
+    else:
+        assert restored.routes is None
 
 
 def test_response_with_unresumable_options_starts_over_and_drafts_its_text():
