@@ -12,6 +12,7 @@ from verl_rhyme.agent_loop.session import Session
 from verl_rhyme.processes.request import FIELD
 
 _FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs", "extra_fields"]
+_REPLAY = "enable_rollout_routing_replay"
 
 
 def write(file, row):
@@ -35,10 +36,11 @@ def _drawn(noise, session, turn):
 
 
 def _trained(_, trainer, batch, *__):
-    stored = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=_FIELDS)
-    for key, tag, *columns in zip(batch.keys, batch.tags, *(stored[name] for name in _FIELDS), strict=True):
+    fields = [*_FIELDS, *(["routed_experts"] if trainer.config.actor_rollout_ref.rollout[_REPLAY] else [])]
+    stored = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+    for key, tag, *columns in zip(batch.keys, batch.tags, *(stored[name] for name in fields), strict=True):
         if not tag.get("is_padding", False):
-            row = dict(zip(_FIELDS, columns, strict=True))
+            row = dict(zip(fields, columns, strict=True))
             extra = row.pop("extra_fields")
             lists = {name: column.tolist() for name, column in row.items()}
             write("trained.jsonl", {"key": key, "step": trainer.global_steps, "requests": extra[FIELD], **lists})
