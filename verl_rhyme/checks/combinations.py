@@ -63,6 +63,7 @@ SEPARATE = "trainer.v1.separate_async"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 DRAFTING = "rhyme.drafting.enable"
 BOUND = "rhyme.max_staleness"
+REPLAY = f"{ROLLOUT}.enable_rollout_routing_replay"
 QUEUE = "transfer_queue.backend"
 PLACEMENT = "rhyme.placement.policy"
 
@@ -152,6 +153,13 @@ TABLE = (
         ("actor_rollout_ref.model.path",),
     ),
     Row(
+        (Option(f"{ENGINE}.kv_offloading_size"),),
+        lambda run: run.rhyme is not None and bool(run.value(REPLAY)),
+        "vLLM 0.24 has no expert routing of blocks in host memory",
+        "drop one of them",
+        (REPLAY,),
+    ),
+    Row(
         _engine("config"),
         with_rhyme,
         "rhyme reads all engine options from verl's config",
@@ -182,7 +190,7 @@ TABLE = (
         (f"{ROLLOUT}.mtp.enable_rollout",),
     ),
     Row(
-        (Option(f"{ROLLOUT}.enable_rollout_routing_replay"),),
+        (Option(REPLAY),),
         lambda run: drafting_model(run) is not None,
         "in vLLM 0.24 the drafter of a mixture-of-experts model overwrites the expert routing that is replayed",
         f"drop the first option, or set {_NO_DRAFTING}",

@@ -50,6 +50,7 @@ CASES = [
     ("full", [f"{E}.kv_offloading_backend=lmcache"]),
     ("full", [f"{E}.worker_extension_cls=my.Extension"]),
     ("full", [f"{E}.kv_offloading_size=64", f"actor_rollout_ref.model.path={MODELS}/qwen3_next"]),
+    ("full", [f"{E}.kv_offloading_size=64", f"{R}.enable_rollout_routing_replay=true"]),
     ("sorted", [f"{E}.config=vllm.yaml"]),
     ("histospec", [f"{E}.speculative_config={{method: ngram}}"]),
     ("full", [f"{E}.spec_method=ngram"]),
