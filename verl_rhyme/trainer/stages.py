@@ -133,11 +133,12 @@ class Stages:
                 batch.extra_info[PART] = True
                 trainer._update_actor(batch, metrics={})
                 del batch.extra_info[PART]
-        # The entropy is a mean by loss_agg_mode; the other metrics of old log-probs are means over tokens.
+        # The entropy is a mean by loss_agg_mode; the other metrics of old log-probs are means over the policy's tokens.
         if actor.loss_agg_mode != BY_TOKENS and names.VERL_ENTROPY in of_tokens:
             metrics[names.VERL_ENTROPY] = of_tokens.pop(names.VERL_ENTROPY)
         self._metrics.add_step_metrics(metrics, sample_count=len(rows))
-        self._metrics.add_step_metrics(of_tokens, sample_count=sum(tag["response_len"] for tag in tags))
+        if weight := _policy_tokens(keys) if self._streams else 1:  # a part without one has NaN
+            self._metrics.add_step_metrics(of_tokens, sample_count=weight)
         self._done |= set(keys)
         self._batches.append(batch)
         self._padding += [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding", False)]
@@ -160,6 +161,12 @@ class Stages:
         tokens = np.array([tag["seq_len"] for tag in batch.tags])
         batch.reorder(arrange(np.argsort(tokens, kind="stable"), tokens, ranks, len(tokens)).tolist())
         return batch
+
+
+def _policy_tokens(keys: list[str]) -> int:
+    """Return the tokens that the policy generated; verl's ``response_len`` has the answers of tools, too."""
+    data = tq.kv_batch_get(keys=keys, partition_id=TRAIN, select_fields=["response_mask"])
+    return sum(int(mask.sum()) for mask in data["response_mask"].unbind())
 
 
 def _clear(keys: list[str]) -> None:

@@ -6,6 +6,7 @@ from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 
@@ -84,8 +85,22 @@ STAGES = ["old_log_prob", "ref", "adv", "update_actor"]
 
 
 @pytest.fixture
-def trainer():
+def trainer(queue):
     return Trainer()
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    """The queue's ``response_mask`` by key, where it is not one token."""
+    masks = {}
+
+    def get(keys, partition_id, select_fields):
+        assert select_fields == ["response_mask"]
+        tensors = [torch.tensor(masks.get(key, [1])) for key in keys]
+        return {"response_mask": torch.nested.as_nested_tensor(tensors, layout=torch.jagged)}
+
+    monkeypatch.setattr(stages_module.tq, "kv_batch_get", get)
+    return masks
 
 
 @pytest.fixture
@@ -232,12 +247,24 @@ def test_more_trajectories_than_a_mini_batch_stop_streaming(trainer, stages, mul
 
 
 @pytest.mark.parametrize(("mode", "entropy"), [("token-mean", (10 * 10 + 30 * 30) / 40), ("seq-mean-token-sum", 20)])
-def test_entropy_is_averaged_like_the_loss(trainer, stages, mode, entropy):
+def test_entropy_is_averaged_like_the_loss(trainer, stages, queue, mode, entropy):
     trainer.config.actor_rollout_ref.actor.loss_agg_mode = mode
+    queue |= dict.fromkeys("ab", [1] * 10) | dict.fromkeys("cd", [1] * 30)
     metrics = {}
     stages.run_part(part("ab", 10))
     stages.finish(batch("abcd", 30), metrics)
     assert metrics["actor/entropy"] == pytest.approx(entropy)
+
+
+def test_means_over_tokens_weigh_the_policys_tokens_alone(trainer, stages, queue):
+    """verl masks the answers of tools, which ``response_len`` counts."""
+    trainer.config.actor_rollout_ref.actor.loss_agg_mode = "token-mean"
+    queue |= {"a": [1] * 4 + [0] * 6, "b": [0] * 10, "c": [1] * 8 + [0] * 12, "d": [0] * 20, "e": [0] * 40}
+    metrics = {}
+    stages.run_part(part("ab", 10))  # its entropy is its response_len (Trainer)
+    stages.run_part(part("cd", 20))
+    stages.finish(batch("abcde", 40), metrics)
+    assert metrics["actor/entropy"] == pytest.approx((10 * 4 + 20 * 8) / 12)
 
 
 @pytest.mark.parametrize(
