@@ -57,7 +57,7 @@ class Turn:
     number: int = 0  # of turns with the same prompt that began before it in the attempt
     # int32, text of earlier attempts or requests in the turn, to draft from; never changed in place
     draft: array[int] = field(default_factory=lambda: array("i"))
-    answers: dict[int, list[str]] = field(default_factory=dict)  # tool call and answer in JSON, by place of the call
+    answers: list[list[str]] = field(default_factory=list)  # tool calls and their answers in JSON; "": ask again
     # routing replay: experts of its tokens but the last, and of prompt tokens that no earlier turn computed, uint8 or
     # uint16[tokens, layers, experts of a token]; None: not requested; never changed in place
     routes: np.ndarray | None = field(default=None, compare=False)
@@ -66,11 +66,11 @@ class Turn:
         """Begin the turn again: its tokens become the draft, with the rest of a longer one."""
         self.draft = self.tokens + self.draft[len(self.tokens) :]
         self.tokens, self.log_probs, self.first_version, self.version = array("i"), None, None, None
-        self.complete, self.stop_reason, self.answers, self.routes = False, None, {}, None
+        self.complete, self.stop_reason, self.answers, self.routes = False, None, [], None
 
     def copy(self) -> Turn:
         log_probs = None if self.log_probs is None else self.log_probs[:]
-        return replace(self, tokens=self.tokens[:], log_probs=log_probs, answers=dict(self.answers))
+        return replace(self, tokens=self.tokens[:], log_probs=log_probs, answers=[each[:] for each in self.answers])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the stored form, with bytes in place of arrays, because thousands of attempts end at once."""
@@ -78,7 +78,8 @@ class Turn:
         arrays = {"tokens": self.tokens.tobytes(), "log_probs": log_probs, "draft": self.draft.tobytes()}
         routes = self.routes
         stored = None if routes is None else [routes.tobytes(), routes.dtype.str, list(routes.shape)]
-        return {**vars(self), **arrays, "routes": stored}
+        answers = [each[:] for each in self.answers]  # it may run on
+        return {**vars(self), **arrays, "routes": stored, "answers": answers}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Turn:
@@ -114,7 +115,7 @@ class Call:
     earlier_text: bytes = b""  # int32, what an earlier attempt or request generated in the turn, to draft from
     moving: bool = False  # its request was aborted to continue on another replica
     queued_at: float = 0.0  # seconds since the epoch, of the first of its latest requests without a token; 0 without
-    tools: int = 0  # number of tools called since its turn
+    answered: list[list[str]] = field(default_factory=list)  # of its turn's answers, those that its agent loop has got
     server: str | None = None  # address; None before the router chose one
     handle: Any = None  # of the server
     request: str | None = None  # id on the server; None before it is sent
@@ -153,6 +154,8 @@ class Session:
     media: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # hashes by identity (history.keys.turn_key)
     # texts, int32[tokens], and experts of their tokens but the last (agent_loop.routes); none is another's beginning
     routes: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    # Of tools, by name and id, until their release: the answer to their only call; None after others (.tools).
+    tool_instances: dict[tuple[str, str], Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def inherit(self, turns: list[Turn], records: list[dict[str, Any]], partial: bool) -> None:

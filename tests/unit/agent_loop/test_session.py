@@ -429,9 +429,13 @@ def test_agent_loops_do_not_handle_an_interruption_as_an_error():
 def test_turn_is_stored_as_bytes(tokens, asked):
     log_probs = array("f", [-token / 7 for token in tokens]) if asked else None
     turn = Turn("key", array("i", tokens), log_probs, 3, 3, False, "aborted", 1, array("i", tokens[1:]))
-    turn.answers = {0: ["call", "answer"], 1: ["another", "one"]} if asked else {}
+    turn.answers = [["call", "answer"], ["another", ""]] if asked else []
     turn.routes = np.arange(len(tokens) * 6, dtype="u2").reshape(-1, 3, 2) if asked else None
-    stored = serial_utils.decode(serial_utils.encode(turn.to_dict()))  # TransferQueue's encoding
+    made, before = turn.to_dict(), turn.copy()
+    for place in turn.answers:  # an answer that comes before the queue has the turn
+        place[1] = "late"
+    turn = before
+    stored = serial_utils.decode(serial_utils.encode(made))  # TransferQueue's encoding
     assert stored["tokens"] == np.array(tokens, "<i4").tobytes()
     assert stored["log_probs"] == (np.array(log_probs, "<f4").tobytes() if asked else None)
     restored = Turn.from_dict(stored)

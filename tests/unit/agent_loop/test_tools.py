@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 
+import numpy as np
 import pytest
+from verl.experimental.agent_loop.tool_agent_loop import AgentData
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -48,14 +50,26 @@ def looks(answer):
     return [(base, base.calls), (FunctionTool("look", look, SCHEMA), calls)]
 
 
-async def ask(tool, key):
+def over_a_failure(tool, ask, keys=(3, 3, 4)):
+    """Run the loop until its first turn's answers, and again to its end; return the answers of the first turn."""
+    (once,), session = answer_once([tool]), sample(partial=True)
+    (first,) = loop(Client([99, -1]), session, once, keys, ask)
+    second, _ = loop(Client([99]), again(session, partial=True), once, keys, ask)
+    return first, second
+
+
+async def ask(tool, key, data=None):
     """Call a tool as verl's ToolAgentLoop does."""
     if isinstance(tool, FunctionTool):
         return normalize_function_tool_return(await tool.call({"key": key}))
-    return await tool.execute("instance", {"key": key}, agent_data=None)
+    instance, _ = await tool.create(create_kwargs={})
+    try:
+        return await tool.execute(instance, {"key": key}, agent_data=data)
+    finally:
+        await tool.release(instance)
 
 
-def loop(client, session, tool, keys=(3, 3, 4)):
+def loop(client, session, tool, keys=(3, 3, 4), ask=ask):
     """Two turns with calls in parallel after each; return the answers before a failure."""
     answers = []
 
@@ -106,6 +120,110 @@ def test_an_answer_that_is_not_json_is_asked_for_again(kind):
         assert answer[0].image
         session = again(session, partial=True)
     assert len(calls) == 2
+
+
+def test_parallel_calls_are_known_by_what_they_ask():
+    """Their instances take a while to create, each time another one."""
+    tool, starts = Look(lambda n: ToolResponse(text=f"answer {n}")), iter([2, 1, 0, 0, 1, 2, 0, 0, 0])
+
+    async def create(**_):
+        await asyncio.sleep(0.01 * next(starts))
+        return "instance" + str(len(tool.calls)), ToolResponse()
+
+    tool.create = create
+    first, second = over_a_failure(tool, ask, keys=(3, 4, 5))
+    assert [answer[0].text for answer in first] == [answer[0].text for answer in second]
+    assert len(tool.calls) == 6, "of both turns, once"
+
+
+async def keeps_its_instance(tool, key):
+    return await tool.execute("one", {"key": key})
+
+
+async def judges_its_instance(tool, key):
+    instance, _ = await tool.create()
+    answer = await tool.execute(instance, {"key": key})
+    await tool.calc_reward(instance)
+    await tool.release(instance)
+    return answer
+
+
+async def names_its_state(tool, key):
+    return await ask(tool, key, AgentData([], [], [], None, None, {}, "request", {}))
+
+
+@pytest.mark.parametrize(
+    ("ask", "touch", "calls"),
+    [
+        (keeps_its_instance, None, 3),
+        (judges_its_instance, None, 3),
+        (names_its_state, lambda data: data.extra_fields.setdefault("shell", []).append(1), 3),
+        (names_its_state, lambda data: data.request_id, 3),
+        (names_its_state, lambda data: setattr(data, "shell", 1), 3),
+        (names_its_state, lambda data: data.messages, 2),
+    ],
+)
+def test_a_call_on_which_others_may_build_is_repeated(ask, touch, calls):
+    """A sandbox lives in an instance or in verl's AgentData: another attempt must fill it again."""
+
+    class Shell(Look):
+        async def execute(self, instance_id, parameters, agent_data=None, **_):
+            assert agent_data is None or isinstance(agent_data, AgentData)
+            if touch is not None:
+                touch(agent_data)
+            return await super().execute(instance_id, parameters)
+
+    tool = Shell(lambda n: ToolResponse(text="done"))
+    over_a_failure(tool, ask, keys=(3,))
+    assert len(tool.calls) == calls
+
+
+class Mine(ToolResponse):
+    cost: float = 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "calls"),
+    [
+        ((ToolResponse(text="a"), np.float32(0.5), {"n": np.int64(3)}), 2),
+        ((ToolResponse(text="a"), None, None), 2),
+        ((ToolResponse(text="a"), 0.5, {"data": b"x"}), 3),
+        ((Mine(text="a", cost=2.0), 0.5, {}), 3),
+        ("only a text", 3),  # an agent loop's own kind of tool
+    ],
+)
+def test_an_answer_of_any_kind_reaches_the_agent_loop(answer, calls):
+    class Any(Look):
+        async def execute(self, instance_id, parameters, **_):
+            self.calls.append(parameters)
+            return answer
+
+    tool = Any(None)
+    assert over_a_failure(tool, ask, keys=(3,)) == ([answer], [answer])
+    assert len(tool.calls) == calls
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_a_tool_that_raised_is_asked_again_in_its_place(kind):
+    """verl's loop goes on with the error's text."""
+
+    def answer(n):
+        if n == 2:
+            raise ConnectionError("away")
+        return ToolResponse(text=f"answer {n}")
+
+    async def forgiving(tool, key):
+        try:
+            return (await ask(tool, key))[0].text
+        except ConnectionError as error:
+            return str(error)
+
+    tool, calls = looks(answer)[kind]
+    assert over_a_failure(tool, forgiving, keys=(3, 3, 3)) == (
+        ["answer 1", "away", "answer 3"],
+        ["answer 1", "answer 4", "answer 3"],
+    )
+    assert len(calls) == 7
 
 
 @pytest.mark.parametrize("kind", [0, 1])
