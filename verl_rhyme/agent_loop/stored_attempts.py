@@ -28,6 +28,7 @@ REPORT = "rhyme_report"
 
 #: Turns and request records that an attempt left to the next.
 Left = tuple[list[Turn], list[Record]]
+_Entry = tuple[AttemptReport, list[Turn]]
 
 
 class KeptTurns:
@@ -39,7 +40,7 @@ class KeptTurns:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Attempt, tuple[AttemptReport, list[Turn]]] = {}
+        self._kept: dict[Attempt, _Entry] = {}
         self._stored: set[Attempt] = set()  # attempts whose turns TransferQueue has as well
 
     @property
@@ -60,20 +61,31 @@ class KeptTurns:
             self._kept.pop(attempt, None)
             self._stored.discard(attempt)
 
-    async def store(self, running: Iterator[tuple[AttemptReport, list[Turn]]]) -> None:
+    async def store(self, running: Iterator[_Entry]) -> None:
         """Store all turns in TransferQueue as well, for a checkpoint, and those of ``running`` attempts as they are
         then. The coordinator deletes no entries meanwhile: TransferQueue would write into those of others."""
-        missing = [attempt for attempt in self._kept if attempt not in self._stored]
-        entries = itertools.chain((self._kept[attempt] for attempt in missing if attempt in self._kept), running)
+        entries = self._unstored(running)
         while part := list(itertools.islice(entries, _STORED_TOGETHER)):
+            ended = self._kept.keys() & [report.attempt for report, _ in part]  # others have more turns at their end
             rows = [{"report": report.to_dict(), "turns": [turn.to_dict() for turn in turns]} for report, turns in part]
-            attempts = [report.attempt for report, _ in part]
             await tq.async_kv_batch_put(
-                keys=[attempt.name for attempt in attempts],
+                keys=[report.attempt.name for report, _ in part],
                 partition_id=SESSIONS,
                 fields=list_of_dict_to_tensordict(rows),
             )
-            self._stored.update(self._kept.keys() & attempts)
+            self._stored.update(self._kept.keys() & ended)
+
+    def _unstored(self, running: Iterator[_Entry]) -> Iterator[_Entry]:
+        """Yield each attempt once, at last those of ``running`` that end before their turn comes."""
+        done = {*self._stored}
+
+        def ended() -> Iterator[_Entry]:
+            yield from [entry for attempt, entry in self._kept.items() if attempt not in done]
+
+        for report, turns in itertools.chain(ended(), running, ended()):
+            if report.attempt not in done:
+                done.add(report.attempt)
+                yield report, turns
 
 
 def attempt_of(key: str) -> Attempt | None:

@@ -318,6 +318,39 @@ def test_what_an_attempt_left_is_found_unchanged_after_a_lost_one():
         records.append({"id": "s"})
 
 
+async def test_a_checkpoint_has_what_fails_while_it_is_stored(monkeypatch):
+    """Thousands of samples are stored in parts; each is in one of them, once, and ends in between."""
+    kept, running, stored = KeptTurns(), {Attempt("a", n): 1 for n in range(200)}, []
+    report_of = lambda attempt, tokens: AttemptReport(attempt, "interrupted", tokens, 0)  # noqa: E731
+    turns = [Turn("p", array("i", [1]))]
+
+    def fail(number):
+        running.pop(attempt := Attempt("a", number))
+        kept.keep(report_of(attempt, 2), turns)
+
+    async def put(keys, partition_id, fields):
+        stored.extend(zip(keys, (row["report"]["tokens"] for row in fields), strict=True))
+        if len(running) == 200:  # the first part
+            fail(3)
+            fail(150)
+
+    monkeypatch.setattr(stored_attempts.tq, "async_kv_batch_put", put)
+    monkeypatch.setattr(stored_attempts, "list_of_dict_to_tensordict", lambda rows: rows)
+
+    async def store():
+        sessions = ((report_of(a, running[a]), turns) for a in list(running) if a in running)
+        await kept.store(sessions)
+
+    kept.keep(report_of(Attempt("a", 0), 1), turns)  # it has failed, and its report is under way
+    await store()
+    assert {*stored} == {(Attempt("a", n).name, 2 if n == 150 else 1) for n in range(200)}
+    assert len(stored) == 200
+    del stored[:]
+    await store()
+    assert (Attempt("a", 3).name, 2) in stored, "the last checkpoint has fewer tokens of it"
+    assert Attempt("a", 150).name not in dict(stored)
+
+
 async def test_turns_of_an_attempt_abandoned_while_it_reports_are_freed():
     worker, sending = Worker(interrupted), asyncio.Event()
 
