@@ -148,6 +148,7 @@ class Session:
     key: str = ""  # history.keys.data_key; if empty, each conversation has the key of its first turn's token ids
     no_trajectory: bool = False  # at the end, whether the agent loop returned none
     interrupted: bool = False  # even if the agent loop continues
+    abandoned: bool = False  # the coordinator does not wait for it
     generated: AttemptReport | None = None  # report of its complete response
     deadline: Deadline = field(default_factory=Deadline)  # of its tools and its reward
     diverged: bool = False  # a call answered something that no earlier turn answered

@@ -39,7 +39,7 @@ class Validation:
                 self._running += 1
                 try:
                     result = await call()
-                except Exception as error:
+                except (Exception, asyncio.CancelledError) as error:  # a tool may cancel its task; none else does
                     self._running -= 1
                     if not self._fails(sample, error, clock()):
                         raise
@@ -57,7 +57,7 @@ class Validation:
             self._open -= 1
             self._retries.forget([sample])
 
-    def _fails(self, sample: tuple[str, int], error: Exception, now: float) -> bool:
+    def _fails(self, sample: tuple[str, int], error: BaseException, now: float) -> bool:
         """Record a failure; return whether the sample starts again."""
         uid, number = sample
         text = f"sample {number} of validation prompt {uid}: {error!r}"

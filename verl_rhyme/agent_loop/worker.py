@@ -161,6 +161,8 @@ class SessionAgentLoopWorker(_RhymeWorker):
                 self._kept.keep(session.generated, session.carried_over)
             task = self._attempts.get(attempt)
             if task is not None:
+                assert session is not None  # begun with its task
+                session.abandoned = True
                 task.cancel()
             else:
                 self._attempts.pop(attempt, None)
@@ -251,14 +253,18 @@ class SessionAgentLoopWorker(_RhymeWorker):
                 await self._run_agent_loop(
                     sampling_params, trajectory=trajectory, trace=trace, session_id=session.sample, **prompt
                 )
-        except (asyncio.CancelledError, NotReported):
+        except NotReported:
             raise
         except BaseException as error:  # agent loops may wrap an interruption (ExceptionGroup)
+            if session.abandoned and isinstance(error, asyncio.CancelledError):
+                raise
             if not session.generated and (session.interrupted or isinstance(error, Interrupted)):
                 session.interrupted = True
                 await session.settle()
                 await self._report(session, "interrupted")
                 return
+            if isinstance(error, asyncio.CancelledError):
+                error = RuntimeError(f"{session.deadline.where}: its agent loop, tool or reward cancelled its own task")
             if not isinstance(error, Exception | Interrupted):
                 raise
             logger.exception("%s failed", session.attempt)

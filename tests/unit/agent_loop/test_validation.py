@@ -45,7 +45,9 @@ async def test_an_outage_is_waited_out():
     assert len(calls) < 15 * len(SAMPLES), "a service that is away is asked by a few samples"
 
 
-@pytest.mark.parametrize(("error", "tries"), [(KeyError, retries.TRIES), (NoAnswer, 2)])
+@pytest.mark.parametrize(
+    ("error", "tries"), [(KeyError, retries.TRIES), (NoAnswer, 2), (asyncio.CancelledError, retries.TRIES)]
+)
 async def test_a_sample_that_fails_while_others_succeed_is_left_out(caplog, monkeypatch, error, tries):
     """Or after a minute, if the others have succeeded before."""
     monkeypatch.setattr(retries, "REPLACE_S", 0.3)

@@ -351,6 +351,25 @@ async def test_a_checkpoint_has_what_fails_while_it_is_stored(monkeypatch):
     assert Attempt("a", 150).name not in dict(stored)
 
 
+@pytest.mark.parametrize("tokens", [0, 3])
+async def test_a_tool_that_cancels_its_own_task_fails_the_sample(tokens):
+    """As cancel scopes of other libraries do: without a report the sample would start again and again."""
+
+    async def run(worker, params, session_id, prompt):
+        generate(tokens)
+        tool = asyncio.ensure_future(asyncio.sleep(3600))
+        tool.cancel()
+        await asyncio.gather(tool)
+
+    worker = Worker(run)
+    await worker.start(first(0))
+    [report] = worker.reported
+    assert (report.status, report.tokens) == ("failed", tokens)
+    assert "cancelled its own task" in report.error
+    assert worker._attempts == {}
+    await asyncio.sleep(0)
+
+
 async def test_turns_of_an_attempt_abandoned_while_it_reports_are_freed():
     worker, sending = Worker(interrupted), asyncio.Event()
 
