@@ -1,8 +1,9 @@
 """Maximum number of started samples, by what is scarce: request slots, and KV caches.
 
 Slots alone are not enough: with long responses a cache fills before its slots do, and vLLM preempts running requests.
-A sample that calls tools is at an engine for a share of its life only, so more of them may start. But their contexts
-wait in the cache meanwhile. If it is full, they are evicted and prefilled again, and fewer samples are faster.
+A sample that calls tools is at an engine for a share of its life only, so more of them may start; of samples with
+several conversations at once, fewer. But contexts wait in the cache meanwhile. If it is full, they are evicted and
+prefilled again, and fewer samples are faster.
 """
 
 from __future__ import annotations
@@ -65,11 +66,14 @@ class Capacity:
                 continue
             calls += 1
             away += max(0.0, record["queued_at"] - before["finished_at"])
+            if not record.get("request", 1):  # of another conversation of the sample, whose prompt is new
+                continue
             same = before["policy_version_end"] == record["policy_version_start"]  # new weights empty the caches
             if self._caches and same and record["prompt_tokens"] > context and record["response_tokens"]:
                 evicted += max(0, context - _BLOCK - record.get("cached_tokens", context))
-        if records and (life := records[-1]["finished_at"] - records[0]["queued_at"]) > 0:
-            self._engine_s = self._engine_s * _SHARES_DECAY + max(0.0, life - away)
+        if records and (life := records[-1]["finished_at"] - min(record["queued_at"] for record in records)) > 0:
+            at_once = sum(record["finished_at"] - record["queued_at"] for record in records)
+            self._engine_s = self._engine_s * _SHARES_DECAY + max(0.0, life - away, at_once)
             self._life_s = self._life_s * _SHARES_DECAY + life
         if calls:
             self._spare(steps, evicted)
@@ -80,13 +84,13 @@ class Capacity:
         if self._room is None or not self.held:
             return
         replicas = max(1.0, self._slots / (2 * self._cost.slots))
-        running = min(self._slots / 2, self._room / 2 / self.held, self.limit * (1 - self.away))
+        running = min(self._slots / 2, self._room / 2 / self.held, self.limit * self._present)
         rows = max(1.0, running) / replicas
         weights = _AGAIN * self._cost.step.weights(rows) * steps / rows
         again = self._cost.prefill * evicted
         spared = max(0.0, self._spared + _GAIN * (again / max(weights, 1e-9) - 1))
         fits = self._room / 2 / self.held
-        self._spared = min(spared, max(0.0, most - min(2 * fits, fits / max(1 - self.away, 1e-2))))
+        self._spared = min(spared, max(0.0, most - min(2 * fits, fits / self._present)))
 
     @property
     def held(self) -> float:
@@ -96,7 +100,12 @@ class Capacity:
     @property
     def away(self) -> float:
         """Share of a sample's life outside the engines, in tools."""
-        return 1 - self._engine_s / self._life_s if self._life_s else 0.0
+        return max(0.0, 1 - self._engine_s / self._life_s) if self._life_s else 0.0
+
+    @property
+    def _present(self) -> float:
+        """Mean requests of a sample at the engines; several conversations have several."""
+        return max(1e-2, self._engine_s / self._life_s) if self._life_s else 1.0
 
     @property
     def _most(self) -> float:
@@ -104,7 +113,7 @@ class Capacity:
         most = float(self._slots)
         if self._room is not None and self.held:
             most = min(most, self._room / self.held)
-        return most / max(1 - self.away, 1e-2)
+        return most / self._present
 
     @property
     def limit(self) -> int:

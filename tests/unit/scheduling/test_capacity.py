@@ -119,6 +119,17 @@ def test_samples_in_tools_hold_no_slot():
     assert capacity.limit == int(128 / 0.35)
 
 
+@pytest.mark.parametrize("room", [10**6, 20_000])
+def test_conversations_of_a_sample_hold_a_slot_each_and_evict_nothing_of_each_other(room):
+    """Four at once, each with a longer prompt of its own; in the order in which they end."""
+    capacity = Capacity(128, room, (), COST)
+    for _ in range(300):
+        each = [records([20], prompt=1000 * (n + 1), cached=0.1, began=0.1 * n, seconds=5.0)[0] for n in range(4)]
+        capacity.observe([{**record, "request": 0} for record in each])
+    assert capacity.away == 0
+    assert capacity.limit == int(min(128, room / capacity.held) / (20 / 5.3))
+
+
 def test_only_a_cache_that_evicts_limits_started_samples_and_it_recovers():
     room = 2 * 250_000
     capacity = Capacity(128, room, (), COST)
