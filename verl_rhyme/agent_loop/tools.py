@@ -1,13 +1,14 @@
 """Tools that answer each call of a sample once: an attempt that begins with earlier turns gets their answers again.
 
 A turn keeps the answers to its calls, in checkpoints too, as JSON. Only verl's tools are covered, which the worker
-gives to agent loops (``ToolListWrap``). A call is repeated if it raised or its answer is not JSON (an image), and if
-others may build on what it did: its instance was not released after this call alone, or it used :data:`STATE`.
+gives to agent loops (``ToolListWrap``). A call is repeated if it raised, if its answer is not JSON (an image) or long,
+and if others may build on what it did: its instance was not released after this call alone, or it used :data:`STATE`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -20,12 +21,21 @@ from verl.tools.schemas import ToolResponse
 
 from verl_rhyme.agent_loop.client import current_call
 from verl_rhyme.agent_loop.session import current
+from verl_rhyme.once import warn_once
+
+logger = logging.getLogger(__name__)
 
 #: What a tool returns: its response, a reward and metrics.
 Answer = tuple[ToolResponse, float | None, dict[str, Any] | None]
 
 #: Attributes of verl's ``AgentData`` that hold a tool's state from one call of a sample to the next, or name it.
 STATE = ("extra_fields", "request_id")
+#: Characters of the longest answer that is kept: a worker has thousands of samples with dozens of turns.
+LONGEST = 1 << 16
+LONG = (
+    "an answer of a tool has more than %d characters: it is not kept, and its call is repeated after a failure of its "
+    "sample and after a resume; let the tool return what the policy reads (multi_turn.max_tool_response_length)"
+)
 
 
 def answer_once(tools: Iterable[Any]) -> list[Any]:
@@ -122,6 +132,10 @@ def _keep(answer: Answer, place: list[str] | None) -> None:
         response, reward, metrics = answer
         if type(response) is ToolResponse:
             values = [response.model_dump(exclude_none=True), reward, metrics]
-            place[1] = json.dumps(values, default=lambda number: number.item())
+            text = json.dumps(values, default=lambda number: number.item())
+            if len(text) <= LONGEST:
+                place[1] = text
+            else:
+                warn_once(logger, LONG, LONGEST)
     except (TypeError, ValueError, AttributeError):
         """An image, or the answer of an agent loop's own kind: the call is repeated."""

@@ -190,6 +190,8 @@ class Mine(ToolResponse):
         ((ToolResponse(text="a"), 0.5, {"data": b"x"}), 3),
         ((Mine(text="a", cost=2.0), 0.5, {}), 3),
         ("only a text", 3),  # an agent loop's own kind of tool
+        ((ToolResponse(text="a" * 60_000), 0.0, {}), 2),
+        ((ToolResponse(text="a" * 70_000), 0.0, {}), 3),
     ],
 )
 def test_an_answer_of_any_kind_reaches_the_agent_loop(answer, calls):
