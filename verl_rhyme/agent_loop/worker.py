@@ -312,12 +312,13 @@ class SessionAgentLoopWorker(_RhymeWorker):
         session.earlier_turns = []  # the agent loop has done without them
         if not outputs:  # its tokens are in no trajectory
             session.turns.clear()
-        # verl needs versions also for a trajectory without generated tokens.
+        # verl needs versions also for a trajectory without generated tokens. An agent loop may keep those of its first
+        # turn, while a later one may be of an older policy (another replica) or a newer one.
         versions = {"min_global_steps": session.first_version, "max_global_steps": session.version}
         for trajectory in outputs:
             _check_policy_tokens(session, sum(trajectory.response_mask))
             for name, version in versions.items():
-                if trajectory.extra_fields.get(name) is None:
+                if trajectory.extra_fields.get(name) is None or (version is not None and len(outputs) == 1):
                     trajectory.extra_fields[name] = kwargs["global_steps"] - 1 if version is None else version
         assert session.attempt is not None
         kwargs["session_id"] = session.attempt.session_id

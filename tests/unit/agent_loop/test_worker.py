@@ -461,6 +461,20 @@ async def test_trajectories_get_the_versions_that_they_lack(postprocessed, token
     assert found == [versions, (versions[0], 1)]
 
 
+@pytest.mark.parametrize(("tokens", "versions"), [(0, (7, 7)), (2, (1, 2))])
+async def test_the_versions_of_one_trajectory_are_those_of_all_turns(postprocessed, tokens, versions):
+    """verl's ToolAgentLoop keeps the oldest version of its first turn."""
+
+    async def run(*args):
+        if tokens:
+            generate(tokens)
+        await returning(lambda: trajectory(min_global_steps=7, max_global_steps=7))(*args)
+
+    await Worker(run).start(first(0))
+    (made,) = postprocessed
+    assert (made.extra_fields["min_global_steps"], made.extra_fields["max_global_steps"]) == versions
+
+
 @pytest.mark.parametrize(("generated", "returned"), [(0, [3]), (4, [2, 5]), (4, [3, 4])])
 async def test_policy_tokens_from_elsewhere_fail_the_sample(postprocessed, generated, returned):
     """An agent loop that generates by HTTP, in another sample's task, or in a thread that swallows the error: nobody
