@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from verl.experimental.agent_loop.tool_agent_loop import AgentData
+from verl.experimental.agent_loop.tool_agent_loop import AgentData, ToolAgentLoop
+from verl.experimental.agent_loop.tool_parser import FunctionCall
 from verl.tools.base_tool import BaseTool
-from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
+from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 from tests.unit.agent_loop.engines import PROMPT, Client, again, sample
@@ -59,14 +61,10 @@ def over_a_failure(tool, ask, keys=(3, 3, 4)):
 
 
 async def ask(tool, key, data=None):
-    """Call a tool as verl's ToolAgentLoop does."""
-    if isinstance(tool, FunctionTool):
-        return normalize_function_tool_return(await tool.call({"key": key}))
-    instance, _ = await tool.create(create_kwargs={})
-    try:
-        return await tool.execute(instance, {"key": key}, agent_data=data)
-    finally:
-        await tool.release(instance)
+    """Let verl's ToolAgentLoop call a tool."""
+    data = data or AgentData([], [], [], None, None, {}, "request", {})
+    loop = SimpleNamespace(tools={"look": tool}, max_tool_response_length=10**6)
+    return await ToolAgentLoop._call_tool(loop, FunctionCall(name="look", arguments=f'{{"key": {key}}}'), {}, data)
 
 
 def loop(client, session, tool, keys=(3, 3, 4), ask=ask):
@@ -148,22 +146,18 @@ async def judges_its_instance(tool, key):
     return answer
 
 
-async def names_its_state(tool, key):
-    return await ask(tool, key, AgentData([], [], [], None, None, {}, "request", {}))
-
-
 @pytest.mark.parametrize(
-    ("ask", "touch", "calls"),
+    ("loops", "touch", "calls"),
     [
         (keeps_its_instance, None, 3),
         (judges_its_instance, None, 3),
-        (names_its_state, lambda data: data.extra_fields.setdefault("shell", []).append(1), 3),
-        (names_its_state, lambda data: data.request_id, 3),
-        (names_its_state, lambda data: setattr(data, "shell", 1), 3),
-        (names_its_state, lambda data: data.messages, 2),
+        (ask, lambda data: data.extra_fields.setdefault("shell", []).append(1), 3),
+        (ask, lambda data: data.request_id, 3),
+        (ask, lambda data: setattr(data, "shell", 1), 3),
+        (ask, lambda data: data.messages, 2),
     ],
 )
-def test_a_call_on_which_others_may_build_is_repeated(ask, touch, calls):
+def test_a_call_on_which_others_may_build_is_repeated(loops, touch, calls):
     """A sandbox lives in an instance or in verl's AgentData: another attempt must fill it again."""
 
     class Shell(Look):
@@ -174,7 +168,7 @@ def test_a_call_on_which_others_may_build_is_repeated(ask, touch, calls):
             return await super().execute(instance_id, parameters)
 
     tool = Shell(lambda n: ToolResponse(text="done"))
-    over_a_failure(tool, ask, keys=(3,))
+    over_a_failure(tool, loops, keys=(3,))
     assert len(tool.calls) == calls
 
 
@@ -200,8 +194,14 @@ def test_an_answer_of_any_kind_reaches_the_agent_loop(answer, calls):
             self.calls.append(parameters)
             return answer
 
+    async def plainly(tool, key):
+        instance, _ = await tool.create()
+        found = await tool.execute(instance, {"key": key})
+        await tool.release(instance)
+        return found
+
     tool = Any(None)
-    assert over_a_failure(tool, ask, keys=(3,)) == ([answer], [answer])
+    assert over_a_failure(tool, plainly, keys=(3,)) == ([answer], [answer])
     assert len(tool.calls) == calls
 
 
@@ -214,17 +214,10 @@ def test_a_tool_that_raised_is_asked_again_in_its_place(kind):
             raise ConnectionError("away")
         return ToolResponse(text=f"answer {n}")
 
-    async def forgiving(tool, key):
-        try:
-            return (await ask(tool, key))[0].text
-        except ConnectionError as error:
-            return str(error)
-
     tool, calls = looks(answer)[kind]
-    assert over_a_failure(tool, forgiving, keys=(3, 3, 3)) == (
-        ["answer 1", "away", "answer 3"],
-        ["answer 1", "answer 4", "answer 3"],
-    )
+    first, second = ([made[0].text for made in each] for each in over_a_failure(tool, ask, keys=(3, 3, 3)))
+    assert first == ["answer 1", "Error executing tool 'look': away", "answer 3"]
+    assert second == ["answer 1", "answer 4", "answer 3"]
     assert len(calls) == 7
 
 
