@@ -2,7 +2,8 @@
 
 A turn keeps the answers to its calls, in checkpoints too, as JSON. Only verl's tools are covered, which the worker
 gives to agent loops (``ToolListWrap``). A call is repeated if it raised, if its answer is not JSON (an image) or long,
-and if others may build on what it did: its instance was not released after this call alone, or it used :data:`STATE`.
+and if others may build on what it did: its instance was not released after this call alone, or it changed verl's
+``AgentData`` or used :data:`STATE` of it.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ def _once(tool: Any) -> Any:
                 instances[key] = None
             if data is not None:
                 kwargs["agent_data"] = data = _Watched(data)
+                before = _sizes(data)
             answer, place = await _answer(tool.name, parameters, partial(execute, instance_id, parameters, **kwargs))
-            stateful = key in instances or (data is not None and data._self_used)
+            stateful = key in instances or (data is not None and (data._self_used or _sizes(data) != before))
             instances[key] = None if stateful else (answer, place)
             return answer
 
@@ -88,17 +90,17 @@ class _Watched(wrapt.ObjectProxy):
 
     def __init__(self, data: Any) -> None:
         super().__init__(data)
-        self._self_used = False  # the tool may keep state in it
+        self._self_used = False  # :data:`STATE`
 
     def __getattr__(self, name: str) -> Any:
         if name in STATE:
             self._self_used = True
         return super().__getattr__(name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if not name.startswith("_self_"):
-            self._self_used = True
+
+def _sizes(data: Any) -> dict[str, tuple[int, int]]:
+    """Return what a tool changes that adds images, rewards or attributes."""
+    return {name: (id(value), len(value) if hasattr(value, "__len__") else 0) for name, value in vars(data).items()}
 
 
 def _instances() -> dict[Any, Any]:

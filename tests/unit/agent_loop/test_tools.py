@@ -154,6 +154,7 @@ async def judges_its_instance(tool, key):
         (ask, lambda data: data.extra_fields.setdefault("shell", []).append(1), 3),
         (ask, lambda data: data.request_id, 3),
         (ask, lambda data: setattr(data, "shell", 1), 3),
+        (ask, lambda data: data.turn_scores.append(1.0), 3),
         (ask, lambda data: data.messages, 2),
     ],
 )
