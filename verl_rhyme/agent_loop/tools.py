@@ -46,8 +46,9 @@ def answer_once(tools: Iterable[Any]) -> list[Any]:
 
 def _once(tool: Any) -> Any:
     if isinstance(tool, FunctionTool):
+        once: Any = replace(tool)  # verl registers the other, whose function may be synchronous
 
-        async def call(**parameters: Any) -> Answer:
+        async def call(parameters: dict[str, Any]) -> Answer:
             async def normal() -> Answer:
                 return normalize_function_tool_return(await tool.call(parameters))
 
@@ -55,7 +56,8 @@ def _once(tool: Any) -> Any:
             _keep(answer, place)
             return answer
 
-        return replace(tool, fn=call, is_async=True)
+        once.call = call
+        return once
     if isinstance(tool, BaseTool):
         execute, calc_reward, release = tool.execute, tool.calc_reward, tool.release
 

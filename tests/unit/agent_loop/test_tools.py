@@ -222,6 +222,20 @@ def test_a_tool_that_raised_is_asked_again_in_its_place(kind):
     assert len(calls) == 7
 
 
+def test_wrong_arguments_raise_what_verl_raises_and_the_function_stays():
+    """The policy reads the error, and an agent loop may call the function itself."""
+    tool, _ = looks(lambda n: ToolResponse(text=str(n)))[1]
+    (once,) = answer_once([tool])
+    assert once.fn is tool.fn
+    for arguments in ({"kye": 3}, [3], 3):
+        errors = []
+        for each in (tool, once):
+            with pytest.raises(TypeError) as raised:
+                asyncio.run(each.call(arguments))
+            errors.append(str(raised.value))
+        assert errors[0] == errors[1]
+
+
 @pytest.mark.parametrize("kind", [0, 1])
 def test_samples_of_no_coordinator_and_unknown_tools_are_left_alone(kind):
     tool, calls = looks(lambda n: ToolResponse(text=str(n)))[kind]
