@@ -15,6 +15,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import torch
 from ray.exceptions import RayActorError
 from tensordict import TensorDict
@@ -127,7 +128,8 @@ class World:
         self.checkpoint = 0, None, None, {}, 0, 0  # as save() makes it; trained: (row, number) -> step
         self.runs = self.reopened = self.parts = self.rested = self.returned = 0
         self.uids, self.index = {}, {}  # of this lineage: row of the data -> uid, and the reverse
-        rollout = SimpleNamespace(name="vllm", response_length=10**6)
+        self.replays = seed % 2 == 0
+        rollout = SimpleNamespace(name="vllm", response_length=10**6, enable_rollout_routing_replay=self.replays)
         self.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
         # As verl's trainers have them; this is also the manager of the servers.
         self.llm_server_manager = self.standalone_server_manager = self
@@ -384,6 +386,12 @@ class World:
                 assert of == (uid, number, t, place)
                 assert 0 <= version - made_by <= self.rules.max_staleness, "too stale"
 
+    def check_experts(self, text, experts):
+        """Check that each token's experts are of the version that made the token after it."""
+        assert experts[:, 0, 0].tolist() == [*range(len(text) - 1)]
+        for made_by, token in zip(experts[PROMPT_TOKENS - 1 :, 0, 1].tolist(), text[PROMPT_TOKENS:], strict=True):
+            assert token >= 10**8 or self.tokens[token][1] == made_by, "experts of other weights"
+
     def finish(self):
         kept = self.rules.continues and self.rules.batches <= self.rules.max_staleness + 1  # none gets too stale
         if kept and self.runs == 1 and not {*self.deaths} & {"worker", "workers", "hung worker"}:
@@ -480,10 +488,13 @@ class Engine:
         *of, base = world.open_turns[rhyme["name"]]
         first, before = len(world.tokens), len(prompt_ids) - base
         world.tokens += [((*of, before + place), self.version) for place in range(count)]
-        said = list(range(first, first + count))
-        return self._output(said, "aborted" if cut.done() else "completed", rhyme, prompt_ids)
+        said, experts = list(range(first, first + count)), None
+        if self.world.replays and said:
+            places = np.arange(sampling_params["routed_experts_prompt_start"], len(prompt_ids) + count - 1)
+            experts = np.stack([places, np.full_like(places, self.version)], -1)[:, None]
+        return self._output(said, "aborted" if cut.done() else "completed", rhyme, prompt_ids, experts)
 
-    def _output(self, made, reason, meta, prompt_ids):
+    def _output(self, made, reason, meta, prompt_ids, experts=None):
         now = asyncio.get_running_loop().time()
         record = RequestRecord(
             id=f"{len(self.world.tokens)}/{now}",
@@ -497,6 +508,7 @@ class Engine:
         return TokenOutput(
             token_ids=made,
             log_probs=[0.0] * len(made),
+            routed_experts=experts,
             stop_reason=reason,
             extra_fields={"global_steps": self.version, "rhyme": [record.to_dict()]},
         )
@@ -670,6 +682,8 @@ class Worker(_Worker):
             turns.append(output.token_ids)
             ids += [*output.token_ids, 10**8 + number]
             await self.tool.call({"at": (uid, session_id, number), "seconds": tool_s})
+        if world.replays:
+            world.check_experts(ids[:-1], output.routed_experts)
         if world.bad(index) and world.about("where", index).random() < 0.5:
             raise RuntimeError("a bad prompt")
         output = SimpleNamespace(
