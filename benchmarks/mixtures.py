@@ -37,7 +37,7 @@ REPLICAS = (
     *(("Qwen/Qwen3-8B", 1), ("Qwen/Qwen2.5-32B", 4)),
 )
 #: Traces of which an epoch fills wide batches, and their entropies in nats per token.
-TRACES = {"qwen2-t1": 0.22, "countdown": 0.43, "roads": 0.67}
+TRACES = {"qwen2-t1": 0.22, "countdown": 0.43}
 
 
 @dataclass
