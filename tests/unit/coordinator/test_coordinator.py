@@ -47,6 +47,14 @@ def test_outages_and_hung_workers_lose_nothing(mode, monkeypatch):
         assert world.runs == 1, "the run ended"
 
 
+@pytest.mark.parametrize("mode", ["full 1", "full 1 separate"])
+def test_a_resumed_run_calls_no_tool_again_whose_answer_was_stored(mode, monkeypatch):
+    """The world checks each call of the lineage of weights; calls after the checkpoint are another life's."""
+    worlds = [simulate(mode, seed, 4, monkeypatch, mortal=["run"]) for seed in range(examples(4, slow=100))]
+    assert sum(world.runs for world in worlds) > len(worlds)
+    assert sum(world.replayed for world in worlds) > 3
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_without_deaths_nothing_starts_again(mode, monkeypatch):
     world = simulate(mode, 5, 0, monkeypatch)

@@ -76,6 +76,9 @@ MODES: dict[str, dict] = {
 }
 
 
+MORTAL = ("coordinator", "unreachable", "worker", "workers", "replica", "run")
+
+
 class World:
     """One schedule: a run that is killed and resumed at random.
 
@@ -85,9 +88,11 @@ class World:
         kills: Maximum number of deaths.
         troubles: Whether the judge is away for minutes, and a worker hangs as the coordinator dies.
         flat: Share of the prompts whose samples all have one score; more than the default are filtered in any case.
+        mortal: What may die.
     """
 
-    def __init__(self, mode, seed, kills, troubles=False, flat=0.15):
+    def __init__(self, mode, seed, kills, troubles=False, flat=0.15, mortal=MORTAL):
+        self.mortal = mortal
         self.cluster = Cluster(seed)
         self.random = random.Random(seed + 1)
         self.queue = Queue(self.cluster)
@@ -125,7 +130,8 @@ class World:
         self.salt = self.random.getrandbits(60)
         self.tokens = []  # ((uid, sample, turn, place), policy version) of each generated one
         self.tools = Counter()  # calls, by (uid, sample, turn)
-        self.checkpoint = 0, None, None, {}, 0, 0  # as save() makes it; trained: (row, number) -> step
+        self.answers, self.replayed = Counter(), 0  # of tools in this lineage, and answers that attempts began with
+        self.checkpoint = 0, None, None, {}, 0, 0, {}  # as save() makes it; trained: (row, number) -> step
         self.runs = self.reopened = self.parts = self.rested = self.returned = 0
         self.uids, self.index = {}, {}  # of this lineage: row of the data -> uid, and the reverse
         self.replays = seed % 2 == 0
@@ -185,7 +191,8 @@ class World:
 
     def _run(self):
         self.driver = None
-        step, state, queue, trained, self.loaded, self.gone = self.checkpoint
+        step, state, queue, trained, self.loaded, self.gone, answers = self.checkpoint
+        self.answers = Counter(answers)
         self.queue.restore(queue)
         self.trained = dict(trained)
         self.uids = {row: uid for row, uid in self.uids.items() if row < self.loaded}
@@ -272,11 +279,12 @@ class World:
 
     def save(self, step):
         """Save in verl's order: the state, the position in the data, the queue, and then the tracker."""
+        answers = dict(self.answers)  # those that come while the turns are stored may be among them
         state = self.driver.state()
         self.cluster.sleep(self.random.choice([0.0, 0.5]))
         queue = self.queue.snapshot()
         self.cluster.sleep(self.random.choice([0.0, 0.1]))
-        self.checkpoint = step, state, queue, dict(self.trained), self.loaded, self.gone
+        self.checkpoint = step, state, queue, dict(self.trained), self.loaded, self.gone, answers
 
     def load(self, count):
         rows = range(self.loaded, self.loaded + count + -count % self.random.choice([1, BATCH]))
@@ -333,7 +341,7 @@ class World:
         if run != self.runs or self.cluster.killed.done():
             return
         self.kills_left -= 1
-        whom = self.random.choice(["coordinator", "unreachable", "worker", "workers", "replica", "run"])
+        whom = self.random.choice(self.mortal)
         if self.troubles:
             whom = "hung worker"
         self.deaths.append(whom)
@@ -394,8 +402,9 @@ class World:
 
     def finish(self):
         kept = self.rules.continues and self.rules.batches <= self.rules.max_staleness + 1  # none gets too stale
-        if kept and self.runs == 1 and not {*self.deaths} & {"worker", "workers", "hung worker"}:
-            again = {at for at, calls in self.tools.items() if calls > 1}
+        if kept and not {*self.deaths} & {"worker", "workers", "hung worker"}:
+            made = self.tools if self.runs == 1 else self.answers
+            again = {at for at, calls in made.items() if calls > 1}
             assert not again, f"tools were called again: {again}"
         state = self.driver.state()
         self.twice = {key.rpartition("_")[0] for key in self.queue.partitions[TRAIN]}
@@ -654,6 +663,7 @@ class Worker(_Worker):
     async def _tool(self, at, seconds):
         self.world.tools[at] += 1
         await asyncio.sleep(seconds)
+        self.world.answers[at] += 1
         return "answered"
 
     async def generate_sequences(self, batch):
@@ -681,7 +691,9 @@ class Worker(_Worker):
             assert output.token_ids[: len(before)] == before.tolist(), "it does not continue the earlier tokens"
             turns.append(output.token_ids)
             ids += [*output.token_ids, 10**8 + number]
-            await self.tool.call({"at": (uid, session_id, number), "seconds": tool_s})
+            calls = world.tools[at := (uid, session_id, number)]
+            await self.tool.call({"at": at, "seconds": tool_s})
+            world.replayed += world.tools[at] == calls
         if world.replays:
             world.check_experts(ids[:-1], output.routed_experts)
         if world.bad(index) and world.about("where", index).random() < 0.5:
@@ -767,9 +779,9 @@ def most_entries(rules, filters):
     return (rules.batches + 1 + 2 * rules.rounds + filters) * (samples + rules.batch_prompts)
 
 
-def simulate(mode, seed, kills, monkeypatch, troubles=False, flat=0.15):
+def simulate(mode, seed, kills, monkeypatch, troubles=False, flat=0.15, mortal=MORTAL):
     """Run a world, and return it."""
-    world = World(mode, seed, kills, troubles, flat)
+    world = World(mode, seed, kills, troubles, flat, mortal)
     world.open_turns = {}
     with monkeypatch.context() as patch:
         install(world, patch)
