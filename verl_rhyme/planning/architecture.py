@@ -75,6 +75,8 @@ PUBLISHED |= {
     )
 }
 
+PUBLISHED["Qwen/Qwen3-30B-A3B-Base"] = PUBLISHED["Qwen/Qwen3-30B-A3B"]
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 

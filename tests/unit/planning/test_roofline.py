@@ -26,6 +26,7 @@ def test_known_models_have_their_published_parameters():
     cards = {"Qwen2.5-7B": 7.6, "Qwen2.5-14B": 14.8, "Qwen2.5-32B": 32.8, "Qwen2.5-72B": 72.7}
     cards |= {"Qwen3-8B": 8.2, "Qwen3.5-9B": 9.0, "Llama-3.1-8B-Instruct": 8.0}
     cards |= {"Qwen3-30B-A3B": 30.5, "Qwen3-235B-A22B": 235.1, "GLM-4.5-Air": 106.9, "gpt-oss-20b": 20.9}
+    cards["Qwen3-30B-A3B-Base"] = cards["Qwen3-30B-A3B"]
     assert found == cards
 
 
