@@ -1,14 +1,15 @@
-"""Imported by verl in every process of a run (``VERL_USE_EXTERNAL_MODULES``): writes each turn's noise and each
-trained trajectory to the run's folder."""
+"""Imported by verl in every process of a run (``VERL_USE_EXTERNAL_MODULES``): writes each turn's noise, each
+trained trajectory, and what checkpoints store and attempts begin with, to the run's folder."""
 
 import json
 import os
+import time
 from pathlib import Path
 
 import transfer_queue as tq
 import wrapt
 
-from verl_rhyme.agent_loop.session import Session
+from verl_rhyme.agent_loop.session import Session, Turn
 from verl_rhyme.processes.request import FIELD
 
 _FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs", "extra_fields"]
@@ -46,7 +47,19 @@ def _trained(_, trainer, batch, *__):
             write("trained.jsonl", {"key": key, "step": trainer.global_steps, "requests": extra[FIELD], **lists})
 
 
+def _stored(*_):
+    write("stored.jsonl", {"at": time.time()})
+
+
+def _inherited(_, session, turns, records, partial):
+    if partial:
+        answers = sum(bool(answer) for turn in turns for _, answer in turn.answers)
+        write("inherited.jsonl", {"attempt": session.name, "answers": answers})
+
+
 _watch(Session, "noise_of", _drawn)
+_watch(Session, "inherit", _inherited)
+_watch(Turn, "to_dict", _stored)
 
 
 @wrapt.when_imported("verl.trainer.ppo.v1.trainer_base")  # its import needs the platform, which verl registers later
