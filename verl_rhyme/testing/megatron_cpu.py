@@ -30,6 +30,19 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         return _engine_run_backward(*args, **kwargs)
 
 
+_all_to_all_single = torch.distributed.all_to_all_single
+
+
+def _all_to_all(
+    output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kw: Any
+) -> Any:
+    """Accept splits that are tensors: megatron-core makes lists of those that it moves from a GPU."""
+    splits = (
+        None if sizes is None else [int(size) for size in sizes] for sizes in (output_split_sizes, input_split_sizes)
+    )
+    return _all_to_all_single(output, input, *splits, **kw)
+
+
 class _Stream:
     """The only stream, and its only event."""
 
@@ -55,6 +68,7 @@ _STAND_INS: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
     (torch.cuda.random, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
     (torch.cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
     (torch.autograd, "_engine_run_backward", _run_backward),
+    (torch.distributed, "all_to_all_single", _all_to_all),
 )
 
 
