@@ -36,8 +36,17 @@ pytestmark = [ONLY_SLOW, pytest.mark.timeout(900), pytest.mark.whole_run]
     ],
 )
 def test_two_steps(recipe, variables, metrics, tmp_path):
+    run(recipe, metrics, tmp_path, **variables)
+
+
+def test_experts_on_two_ranks(tmp_path):
+    megatron = "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2"
+    run("qwen3_30b_a3b_gspo", [], tmp_path, "trainer.n_gpus_per_node=2", megatron)
+
+
+def run(recipe, metrics, tmp_path, *overrides, **variables):
     settings = {"SMOKE": "1", "SKIP_BOOTSTRAP": "1", **variables}
-    output = whole_run.finish(whole_run.start_recipe(recipe, tmp_path, **settings), tmp_path, timeout=800)
+    output = whole_run.finish(whole_run.start_recipe(recipe, tmp_path, *overrides, **settings), tmp_path, timeout=800)
     assert f"{recipe}: finished" in output
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]

