@@ -58,7 +58,8 @@ class Capacity:
             prompt, response = record["prompt_tokens"], record["response_tokens"]
             self._lengths = self._lengths * _DECAY + response
             self._held = self._held * _DECAY + response * (prompt + response / 2)
-            steps += response - record.get("accepted_tokens", 0)
+            # The engine may accept drafts beyond the end of a text: of short turns, more tokens than they have.
+            steps += max(response - record.get("accepted_tokens", 0), record.get("verify_steps", 0))
             self._caches |= record.get("cached_tokens", 0) > 0
         for before, record in itertools.pairwise(records):
             context = before["prompt_tokens"] + before["response_tokens"]

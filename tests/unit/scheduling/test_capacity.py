@@ -148,6 +148,15 @@ def test_only_a_cache_that_evicts_limits_started_samples_and_it_recovers():
     assert run(2000, 1.0) == free
 
 
+def test_drafts_accepted_beyond_a_texts_end_shorten_no_steps():
+    """Few evictions are worth the samples, also where five steps accept more tokens than a turn has."""
+    capacity = Capacity(128, 500_000, (), COST)
+    for _ in range(300):
+        turns = records([30] * 8, prompt=3000, cached=0.98)
+        capacity.observe([{**turn, "accepted_tokens": 31, "verify_steps": 5} for turn in turns])
+    assert capacity.limit == int(min(128, 500_000 / capacity.held) / (1 - capacity.away))
+
+
 def test_without_prefix_caching_no_limit_keeps_contexts():
     """Each turn is prefilled as a whole, however few samples start."""
     capacity, other = (Capacity(128, 100_000, (), COST) for _ in range(2))
