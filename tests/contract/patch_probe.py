@@ -147,6 +147,7 @@ def behave() -> dict[str, Any]:
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()
+        import vllm.model_executor.layers.fused_moe.cpu_fused_moe
         import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention
         import vllm.model_executor.models.qwen3_next
         import vllm.v1.engine.output_processor
