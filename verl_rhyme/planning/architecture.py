@@ -164,7 +164,8 @@ class Experts:
         """Return those of a parsed ``config.json`` of any family; ``None`` without any."""
         config = config.get("text_config") or config
         count = _first(config, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-        chosen = _first(config, "num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+        names = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
+        chosen = _first(config, *names)
         return cls(count, chosen) if count > 1 and chosen else None
 
     @property
@@ -181,7 +182,8 @@ class Experts:
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
-    return int(next((config[name] for name in names if config.get(name)), 0))
+    value = next((config[name] for name in names if config.get(name)), 0)
+    return int(max(value) if isinstance(value, list | tuple) else value)  # some families have one for each layer
 
 
 @dataclass(frozen=True)

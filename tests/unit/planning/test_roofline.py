@@ -48,6 +48,20 @@ def test_loaded_experts_are_those_of_independent_routes(tokens):
     assert experts.loaded(tokens) == pytest.approx(np.mean(unique), rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"num_experts": 64, "moe_topk": [8, 8]}, Experts(64, 8)),  # Hunyuan, a value a layer
+        ({"moe_num_experts": [64, 64], "moe_k": 6}, Experts(64, 6)),  # Ernie VL, of texts and of images
+        ({"moe_num_experts": 48, "moe_top_k": 3}, Experts(48, 3)),  # Step
+        ({"num_experts": 256, "num_experts_per_token": 8}, Experts(256, 8)),  # Kimi Linear
+        ({"num_experts": [], "moe_topk": 1}, None),
+    ],
+)
+def test_experts_of_other_families_are_found(config, expected):
+    assert Experts.read(config) == expected
+
+
 def test_a_mixture_by_hand():
     """30B-A3B over two H100s: a row loads 8 of 128 experts of 48 layers, 256 rows load all."""
     model = SHAPES["Qwen/Qwen3-30B-A3B"]
