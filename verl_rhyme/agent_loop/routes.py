@@ -44,7 +44,7 @@ class TurnRoutes:
 
     def of(self, output: Any) -> np.ndarray | None:
         """Return the experts that came with the next tokens of the turn, in verl's ``TokenOutput``. Raise ValueError if
-        they are of fewer or more tokens."""
+        they are of fewer or more tokens, or none."""
         if not output.token_ids:
             return None
         found, expected = output.routed_experts, self._end + len(output.token_ids) - self.begin
@@ -53,6 +53,12 @@ class TurnRoutes:
                 f"{self._session.deadline.where}: the rollout server returned the experts of "
                 f"{0 if found is None else len(found)} tokens instead of {expected}, so training cannot replay them; "
                 "set actor_rollout_ref.rollout.enable_rollout_routing_replay=false"
+            )
+        if found.shape[-1] > 1 and not found[-1].any():  # the choices of a token differ
+            raise ValueError(
+                f"{self._session.deadline.where}: the rollout engine reports no experts (all are 0): some kernels, as "
+                "FlashInfer's on Blackwell, choose them unseen by vLLM; set "
+                "+actor_rollout_ref.rollout.engine_kwargs.vllm.moe_backend=triton"
             )
         return np.array(found)  # a view would keep Ray's object of the whole answer
 

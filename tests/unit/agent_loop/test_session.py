@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_queue.utils import serial_utils
 
-from tests.unit.agent_loop.engines import BUDGET, PROMPT, Client, again, sample
+from tests.unit.agent_loop.engines import BUDGET, PROMPT, Client, Engine, again, sample
 from verl_rhyme.agent_loop import client as clients
 from verl_rhyme.agent_loop import session as sessions
 from verl_rhyme.agent_loop.session import Interrupted, Session, Turn
@@ -144,6 +144,20 @@ def test_stored_turn_whose_experts_are_unknown_is_regenerated(missing):
     output = attempt(client, after, prompt=[*PROMPT, *range(100, 104)], params={"max_tokens": 4})
     assert drafts(client) == [[*range(104, 108)]]
     assert versions_of_experts(output) == [1] * 10
+
+
+def test_experts_that_the_kernels_do_not_report_are_refused(monkeypatch):
+    """vLLM's buffer then has zeros, and training would route all tokens to the first expert."""
+    generate = Engine.generate
+
+    async def unseen(*args, **kwargs):
+        output = await generate(*args, **kwargs)
+        output.routed_experts = np.zeros_like(output.routed_experts)
+        return output
+
+    monkeypatch.setattr(Engine, "generate", unseen)
+    with pytest.raises(ValueError, match=r"reports no experts.*moe_backend=triton"):
+        turn(Client(replays=True), sample(partial=True), params={"max_tokens": 4})
 
 
 def test_stored_turn_keeps_the_experts_that_it_has():
