@@ -99,6 +99,12 @@ def test_verl_turns_it_into_its_dataclasses(recipe, engine):
     get_adv_estimator_fn(config.algorithm.adv_estimator)
 
 
+def test_kernels_keep_experts_as_a_weight_sync_loads_them():
+    """vLLM chooses FlashInfer's on Blackwell, which keep them in blocks."""
+    rollout = composed("qwen3_30b_a3b_gspo", "histospec", "megatron").actor_rollout_ref.rollout
+    assert rollout.engine_kwargs.vllm.get("moe_backend") == "triton"
+
+
 MODES = [("qwen3_8b_grpo", "colocate_async"), *itertools.product([*RECIPES, "tiny_cpu"], ("sync", "separate_async"))]
 
 
