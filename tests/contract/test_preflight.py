@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from verl_rhyme.checks.combinations import LEGACY_ESTIMATORS
 from verl_rhyme.checks.preflight import memory
-from verl_rhyme.checks.preflight.components import AGENT_LOOPS, LOGGERS
+from verl_rhyme.checks.preflight.components import AGENT_LOOPS, LOGGERS, PARSERS
 from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.checks.preflight.memory import Rollout
 from verl_rhyme.checks.preflight.values import CHOICES
@@ -94,6 +94,7 @@ def test_values_by_name_are_those_that_verl_and_vllm_know():
 
     from verl import checkpoint_engine
     from verl.experimental.agent_loop import agent_loop, single_turn_agent_loop, tool_agent_loop  # noqa: F401
+    from verl.experimental.agent_loop.tool_parser import ToolParser
     from verl.experimental.reward_loop.reward_manager import registry
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
@@ -105,6 +106,7 @@ def test_values_by_name_are_those_that_verl_and_vllm_know():
     assert set(AGENT_LOOPS) == {
         name for name, each in agent_loop._agent_loop_registry.items() if "verl.experimental" in each["_target_"]
     }
+    assert set(PARSERS) == set(ToolParser._registry)
     for key, known in {
         "reward.reward_manager.name": registry.REWARD_MANAGER,
         "algorithm.adv_estimator": [str(getattr(each, "value", each)) for each in ADV_ESTIMATOR_REGISTRY],

@@ -85,6 +85,9 @@ _ABSENT = object()
 #: Agent loops that verl 0.9.1 registers.
 AGENT_LOOPS = ("single_turn_agent", "tool_agent")
 
+#: Parsers of calls in verl 0.9.1, which its ``tool_agent`` looks up in the workers.
+PARSERS = ("hermes", "gpt-oss", "qwen3_coder", "glm", "seed", "minimax", "kimi", "deepseek_v4", "gemma4")
+
 _MANAGER_FILE = "reward.reward_manager.module.path"
 
 #: Keys of Python files that verl loads, each with the key of the object in it, if there is one.
@@ -263,6 +266,8 @@ def _agent_loops(config: Any) -> Iterator[Check]:
     chosen = _text(config, default)
     if chosen and chosen not in AGENT_LOOPS and not _text(config, own):
         yield user_code.unknown("agent loops", default, chosen, AGENT_LOOPS, config)
+    if chosen == "tool_agent" and (parser := _text(config, key := f"{_TURNS}.format")) not in PARSERS:
+        yield user_code.unknown("agent loops", key, parser, PARSERS, config)
 
 
 def _config_file(path: str) -> Path | None:

@@ -95,6 +95,7 @@ def test_a_valid_run_has_no_complaints(world):
             "verl's own reward functions do not get them",
         ),
         ([f"{R}.agent.default_agent_loop=tool_agnt"], "agent loops", "did you mean tool_agent?"),
+        ([f"{R}.agent.default_agent_loop=tool_agent", f"{R}.multi_turn.format=qwen"], "agent loops", "one of hermes, "),
         ([f"{R}.agent.agent_loop_config_path=/nowhere.yaml"], "agent loops", "no file /nowhere.yaml"),
         ([f"{R}.multi_turn.tool_config_path=/nowhere.yaml"], "agent loops", "no file /nowhere.yaml"),
         (["data.custom_cls.path=/nowhere.py"], "data.custom_cls.path", "no file /nowhere.py"),
