@@ -69,7 +69,7 @@ def examine(
         *components.reward(config),
         *loss.warnings(config, plan.rules),
         *config_checks.weights(config),
-        *config_checks.parallel(plan, model),
+        *config_checks.parallel(config, plan, model),
         *config_checks.batches(config, plan),
         *config_checks.load(config, plan),
         *config_checks.rollout(config, plan),

@@ -114,7 +114,7 @@ def weights(config: Any) -> Iterator[Check]:
         yield Check("weights", FAIL, f"{key}={given}: the relay takes only folder=PATH", f"set {key}.folder")
 
 
-def parallel(plan: Plan, model: Architecture | None) -> Sequence[Check]:
+def parallel(config: Any, plan: Plan, model: Architecture | None) -> Sequence[Check]:
     """Check GPU counts and model sizes against the parallel sizes; the engines fail late, in their workers."""
     sizes = (
         f"{plan.train_gpus} training GPUs: data parallel {plan.data_parallel} x model parallel {plan.model_parallel}; "
@@ -122,7 +122,14 @@ def parallel(plan: Plan, model: Architecture | None) -> Sequence[Check]:
     )
     if plan.standalone:
         sizes += f", with {plan.rollout_gpus} separate rollout GPUs"
-    rows = (*_gpu_counts(plan), *(_model_sizes(plan, model) if model else ()))
+    engines = config.actor_rollout_ref.rollout
+    experts, ranks = int(engines.expert_parallel_size), plan.rollout.tp * int(engines.data_parallel_size)
+    divided = (
+        experts > 1 and experts != ranks,
+        f"vLLM: {_R}.expert_parallel_size={experts} is neither 1 nor tensor x data parallel = {ranks}",
+        f"set {_R}.expert_parallel_size={ranks}, which divides the experts over a replica, or 1",
+    )
+    rows = (*_gpu_counts(plan), divided, *(_model_sizes(plan, model) if model else ()))
     return problems("parallel sizes", *rows) or [Check("parallel sizes", OK, sizes)]
 
 

@@ -96,11 +96,12 @@ def test_a_mixture_is_estimated_with_its_experts_parallel_sizes(world, tmp_path)
     assert preflight(world, *options).estimate.host["relay"] == 0
     ranks = "16 training GPUs are not a multiple of expert model x expert tensor x pipeline parallel = 32"
     wrong = (
-        ("expert_model_parallel_size=3", "128 experts are not divisible by 3"),
-        ("expert_tensor_parallel_size=4", ranks),
+        (f"{A}.megatron.expert_model_parallel_size=3", "128 experts are not divisible by 3"),
+        (f"{A}.megatron.expert_tensor_parallel_size=4", ranks),
+        (f"{R}.expert_parallel_size=3", "expert_parallel_size=3 is neither 1 nor tensor x data parallel = "),
     )
-    for size, problem in wrong:
-        assert problem in complaints(preflight(world, *options, f"{A}.megatron.{size}"))["parallel sizes", "fail"]
+    for option, problem in wrong:
+        assert problem in complaints(preflight(world, *options, option))["parallel sizes", "fail"]
 
 
 def test_the_relay_holds_weights_in_the_type_of_the_engines(world):
