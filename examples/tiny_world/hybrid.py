@@ -16,10 +16,9 @@ from pathlib import Path
 def make(model: Path, out: Path, traces: int = 0, seed: int = 0) -> None:
     """Write the hybrid; ``out`` appears only when complete."""
     import torch
-    from transformers import AutoTokenizer, GenerationConfig, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+    from transformers import AutoTokenizer, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-    from . import tokenizer as tokenizers
-    from .train import train
+    from .train import save, train
 
     part = out.with_name(f"{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -52,13 +51,11 @@ def make(model: Path, out: Path, traces: int = 0, seed: int = 0) -> None:
     if traces:
         hybrid.config.pad_token_id, hybrid.config.vocab_size = tokenizer.pad_token_id, len(tokenizer)
         train(hybrid, tokenizer, traces, 2e-3, seed)
-    hybrid.generation_config = GenerationConfig(**ends, do_sample=True)
-    hybrid.to(torch.bfloat16).save_pretrained(part)
-    tokenizers.save(tokenizer, config, part)
+    save(hybrid, tokenizer, part)
     part.rename(out)
 
 
 if __name__ == "__main__":
     if len(sys.argv) not in (3, 4):
         sys.exit("usage: python -m examples.tiny_world.hybrid MODEL OUT [TRACES]")
-    make(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) == 4 else 0)
+    make(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))

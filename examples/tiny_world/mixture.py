@@ -15,10 +15,9 @@ from pathlib import Path
 def make(model: Path, out: Path, traces: int = 1000, seed: int = 0) -> None:
     """Write the mixture; ``out`` appears only when complete."""
     import torch
-    from transformers import AutoTokenizer, GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from . import tokenizer as tokenizers
-    from .train import look_back, train
+    from .train import look_back, save, train
 
     part = out.with_name(f"{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -48,9 +47,7 @@ def make(model: Path, out: Path, traces: int = 1000, seed: int = 0) -> None:
     look_back(mixture)
     if traces:
         train(mixture, tokenizer, traces, 2e-3, seed)
-    mixture.generation_config = GenerationConfig(**ends, do_sample=True)
-    mixture.to(torch.bfloat16).save_pretrained(part)
-    tokenizers.save(tokenizer, config, part)
+    save(mixture, tokenizer, part)
     part.rename(out)
 
 
