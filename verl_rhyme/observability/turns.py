@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from verl_rhyme.scheduling.attempts import ABORTED
+
 Array = npt.NDArray[Any]
 
 #: Columns that :func:`turns` reads.
 COLUMNS = ("uid", "sample", "trained", "queued_at", "finished_at", "stop_reason")
-#: Stop reasons of a request that was aborted: the sample's next one resumes it or starts over.
-ABORTED = ("abort", "aborted")
 
 
 class Turns(NamedTuple):
