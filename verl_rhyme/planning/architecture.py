@@ -47,30 +47,25 @@ PUBLISHED["Qwen/Qwen3.5-9B"] = {
 }
 
 PUBLISHED |= {
-    name: dict(zip(_KEYS, shape, strict=True)) | {"head_dim": width} | experts
-    for name, width, experts, *shape in (
+    name: dict(zip(_KEYS, shape, strict=True)) | {"head_dim": width, "num_experts_per_tok": chosen} | rest
+    for name, shape, width, chosen, rest in (
         (
-            *("Qwen/Qwen3-30B-A3B", 128, {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}),
-            *("qwen3_moe", 48, 2048, 6144, 32, 4, 151936),
+            *("Qwen/Qwen3-30B-A3B", ("qwen3_moe", 48, 2048, 6144, 32, 4, 151936), 128, 8),
+            {"num_experts": 128, "moe_intermediate_size": 768},
         ),
         (
-            "Qwen/Qwen3-235B-A22B",
-            128,
-            {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536},
-            *("qwen3_moe", 94, 4096, 12288, 64, 4, 151936),
+            *("Qwen/Qwen3-235B-A22B", ("qwen3_moe", 94, 4096, 12288, 64, 4, 151936), 128, 8),
+            {"num_experts": 128, "moe_intermediate_size": 1536},
         ),
         (
-            "zai-org/GLM-4.5-Air",
-            128,
-            {"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408}
-            | {"n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True},
-            *("glm4_moe", 46, 4096, 10944, 96, 8, 151552),
+            *("zai-org/GLM-4.5-Air", ("glm4_moe", 46, 4096, 10944, 96, 8, 151552), 128, 8),
+            {"n_routed_experts": 128, "moe_intermediate_size": 1408, "n_shared_experts": 1}
+            | {"first_k_dense_replace": 1, "attention_bias": True},
         ),
         (
-            *("openai/gpt-oss-20b", 64),
-            {"num_local_experts": 32, "num_experts_per_tok": 4, "attention_bias": True}
+            *("openai/gpt-oss-20b", ("gpt_oss", 24, 2880, 2880, 64, 8, 201088), 64, 4),
+            {"num_local_experts": 32, "attention_bias": True}
             | {"layer_types": 12 * ["sliding_attention", "full_attention"]},
-            *("gpt_oss", 24, 2880, 2880, 64, 8, 201088),
         ),
     )
 }
