@@ -7,27 +7,15 @@ from itertools import groupby
 
 import pytest
 import whole_run
-from whole_run import ROOT
+from test_agent_training import BATCH, LIMIT, PROMPTS, SAMPLES, SMALL, attempt_of, sample_of
 
 from tests.conftest import ONLY_SLOW
-from verl_rhyme.scheduling.attempts import Attempt
 
 pytestmark = [ONLY_SLOW, pytest.mark.timeout(1800), pytest.mark.whole_run]
-PROMPTS, SAMPLES, BATCH = 12, 4, 4
-SMALL = (
-    f"data.train_batch_size={BATCH}",
-    f"actor_rollout_ref.rollout.n={SAMPLES}",
-    f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
-    f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={BATCH * SAMPLES}",
-    f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={BATCH * SAMPLES}",
-    "actor_rollout_ref.rollout.max_num_seqs=8",
-    "trainer.save_freq=1",
-    f"actor_rollout_ref.rollout.multi_turn.function_tool_path={ROOT / 'tests' / 'e2e' / 'counted_search.py'}",
-)
 #: Step of the checkpoint after which the run is killed, and how long after.
 SAVED, LATER_S = 1, 2.0
 #: Longest response for which a whole answer of the tool surely had room.
-WHOLE = 288 - 24
+WHOLE = LIMIT - 24
 
 
 def start(folder):
@@ -39,10 +27,6 @@ def start(folder):
 def lines(folder, name):
     file = folder / f"{name}.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def sample_of(attempt):
-    return Attempt.named(attempt).sample
 
 
 def answers_in(row):
@@ -63,19 +47,19 @@ def test_a_resumed_run_calls_no_tool_again_whose_answer_was_stored(tmp_path):
     second = {name: lines(tmp_path, name)[len(first[name]) :] for name in names}
 
     trained = [row for row in first["trained"] if row["step"] <= SAVED] + second["trained"]
-    of = {sample_of(row["key"].rpartition("_")[0]): row for row in trained}
+    of = {sample_of(attempt_of(row))[0]: row for row in trained}
     assert len(trained) == len(of) == PROMPTS * SAMPLES, "a sample was trained twice, or is lost"
     steps = Counter(row["step"] for row in trained)
     assert steps == dict.fromkeys(range(1, PROMPTS // BATCH + 1), BATCH * SAMPLES)
 
-    before, again = (Counter(sample_of(row["attempt"]) for row in life["calls"]) for life in (first, second))
+    before, again = (Counter(sample_of(row["attempt"])[0] for row in life["calls"]) for life in (first, second))
     kept = {}  # by sample: number of answers with which its first attempt after the resume began
     for row in second["inherited"]:
-        kept.setdefault(sample_of(row["attempt"]), row["answers"])
+        kept.setdefault(sample_of(row["attempt"])[0], row["answers"])
     ended = (checkpoints / f"global_step_{SAVED}" / "actor" / "prompts_in_flight.json").stat().st_mtime
     begun = min(row["at"] for row in first["stored"])
     least, most = (
-        Counter(sample_of(row["attempt"]) for row in first["answers"] if row["at"] < end) for end in (begun, ended)
+        Counter(sample_of(row["attempt"])[0] for row in first["answers"] if row["at"] < end) for end in (begun, ended)
     )
     whole = {sample: row for sample, row in of.items() if len(row["responses"]) < WHOLE}
     assert len(whole) > 0.9 * len(of)
