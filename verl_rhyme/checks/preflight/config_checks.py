@@ -304,6 +304,15 @@ def rollout(config: Any, plan: Plan) -> Iterator[Check]:
         else f"max_model_len={serving.max_model_len} is below prompt + response = {longest}",
         f"raise {_R}.max_model_len, or lower data.max_response_length",
     )
+    mode, reports = f"{_A}.{plan.strategy}.router_replay.mode", f"{_R}.enable_rollout_routing_replay"
+    replays, reported = OmegaConf.select(config, mode) == "R3", bool(OmegaConf.select(config, reports))
+    if replays and not reported:
+        yield Check("routing replay", FAIL, f"{mode}=R3, but the engines report no experts", f"set {reports}=true")
+    elif reported and not replays:
+        detail = f"{reports}=true, but training does not replay the experts"
+        yield Check(
+            "routing replay", WARN, detail, f"drop it, or with Megatron set {_A}.megatron.router_replay.mode=R3"
+        )
 
 
 def drafts(config: Any, plan: Plan, fields: Mapping[str, Any], serving: Serving | None) -> Iterator[Check]:

@@ -100,6 +100,7 @@ def test_a_valid_run_has_no_complaints(world):
         ([f"{R}.multi_turn.tool_config_path=/nowhere.yaml"], "agent loops", "no file /nowhere.yaml"),
         (["data.custom_cls.path=/nowhere.py"], "data.custom_cls.path", "no file /nowhere.py"),
         ([f"{R}.max_model_len=1000"], "rollout", "prompt + response = 1536"),
+        ([MEGATRON, f"{A}.megatron.router_replay.mode=R3"], "routing replay", "report no experts"),
     ],
 )
 def test_an_invalid_run_fails(world, overrides, name, words):
@@ -145,6 +146,7 @@ def test_all_values_that_verl_takes_are_allowed(world):
             "reward",
             "no response of 1024 tokens gets the",
         ),
+        ([f"{R}.enable_rollout_routing_replay=true"], "routing replay", "training does not replay the experts"),
         ([f"{R}.nnodes=2"], "batches", "trainer_mode=sync, which generates on the training GPUs only"),
     ],
 )
