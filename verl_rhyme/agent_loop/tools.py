@@ -32,8 +32,8 @@ Answer = tuple[ToolResponse, float | None, dict[str, Any] | None]
 #: Attributes of verl's ``AgentData`` that hold a tool's state from one call of a sample to the next, or name it.
 STATE = ("extra_fields", "request_id")
 #: Characters of the longest answer that is kept: a worker has thousands of samples with dozens of turns.
-LONGEST = 1 << 16
-LONG = (
+MOST_CHARACTERS = 1 << 16
+TOO_LONG = (
     "an answer of a tool has more than %d characters: it is not kept, and its call is repeated after a failure of its "
     "sample and after a resume; let the tool return what the policy reads (multi_turn.max_tool_response_length)"
 )
@@ -137,9 +137,9 @@ def _keep(answer: Answer, place: list[str] | None) -> None:
         if type(response) is ToolResponse:
             values = [response.model_dump(exclude_none=True), reward, metrics]
             text = json.dumps(values, default=lambda number: number.item())
-            if len(text) <= LONGEST:
+            if len(text) <= MOST_CHARACTERS:
                 place[1] = text
             else:
-                warn_once(logger, LONG, LONGEST)
+                warn_once(logger, TOO_LONG, MOST_CHARACTERS)
     except (TypeError, ValueError, AttributeError):
         """An image, or the answer of an agent loop's own kind: the call is repeated."""
