@@ -29,7 +29,7 @@ from verl_rhyme.drafting.threads import Threads
 from verl_rhyme.drafting.weighing import Weighing
 from verl_rhyme.history import suffix_index
 from verl_rhyme.history.record import PromptHistory
-from verl_rhyme.planning.architecture import Experts
+from verl_rhyme.planning.experts import Experts
 
 #: Fewest rows that a thread plans: waking a thread costs as much as planning a few rows.
 ROWS_A_THREAD = 32

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from verl_rhyme.compiled import compiled
-from verl_rhyme.planning.architecture import Experts
+from verl_rhyme.planning.experts import Experts
 
 #: Guess before anything was measured: a step costs as much as this many tokens beyond those that it computes. A step
 #: of a mixture costs as much as one token's experts beyond those that it loads, if drafts then cost more.

@@ -6,7 +6,7 @@ from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import adaptive, paper
 from verl_rhyme.drafting.histories import Get, Release, keep
 from verl_rhyme.drafting.policy import DraftPolicy
-from verl_rhyme.planning.architecture import Experts
+from verl_rhyme.planning.experts import Experts
 
 
 def build(

@@ -12,7 +12,7 @@ import numpy as np
 
 from verl_rhyme.drafting.budget import FREE, Proposals, Rest, Waiting, lowest_profitable, select_tokens
 from verl_rhyme.drafting.cost import WIDTHS, StepCost, width_of
-from verl_rhyme.planning.architecture import Experts
+from verl_rhyme.planning.experts import Experts
 
 #: Longest interval between two experiments of a width, in its steps; the first are at 2, 4, 8, ... An experiment
 #: verifies more than is profitable (up to one token a row, or the longest draft if that is more), so that the price of

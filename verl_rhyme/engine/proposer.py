@@ -27,7 +27,7 @@ from verl_rhyme.history.copies import CopyReader
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.once import warn_once
-from verl_rhyme.planning.architecture import Experts
+from verl_rhyme.planning.experts import Experts
 from verl_rhyme.processes.request import FIELD, RequestMeta
 
 logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_rhyme.planning.experts import Mixture, first
+
 #: Values of ``model_type`` with an estimate.
 KNOWN = (
     *("llama", "qwen2", "qwen3", "qwen3_5_text"),
@@ -148,80 +150,6 @@ class DeltaNets:
 
 
 @dataclass(frozen=True)
-class Experts:
-    """Routed experts of a layer."""
-
-    count: int = 0  # E
-    chosen: float = 0  # k, by each token
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any]) -> Experts | None:
-        """Return those of a parsed ``config.json`` of any family; ``None`` without any."""
-        config = config.get("text_config") or config
-        count = _first(config, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-        names = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
-        chosen = _first(config, *names)
-        return cls(count, chosen) if count > 1 and chosen else None
-
-    @property
-    def share(self) -> float:
-        """Share of the experts that a token chooses."""
-        return self.chosen / (self.count or 1)
-
-    def loaded(self, tokens: Any) -> Any:
-        """Return the expected number of experts that ``tokens`` tokens choose, if independently: E (1 - (1 - k/E)^n).
-
-        ``tokens``: int, float or float64[...].
-        """
-        return self.count * (1 - (1 - self.share) ** tokens)
-
-
-def _first(config: Mapping[str, Any], *names: str) -> int:
-    value = next((config[name] for name in names if config.get(name)), 0)
-    return int(max(value) if isinstance(value, list | tuple) else value)  # some families have one for each layer
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """Experts in place of the MLP in some layers; counts are of one such layer."""
-
-    layers: int
-    experts: Experts
-    expert: int  # parameters of a routed expert
-    width: int  # of a routed expert
-    shared: int  # width of the experts that every token takes, together
-    router: int  # parameters of the router, and of the shared experts' gate
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any]) -> Mixture | None:
-        """Return that of a parsed ``config.json``, its language model's part; ``None`` for a dense model."""
-        if (experts := Experts.read(config)) is None:
-            return None
-        layers, hidden, kind = int(config["num_hidden_layers"]), int(config["hidden_size"]), config["model_type"]
-        width = _first(config, "moe_intermediate_size", "intermediate_size")
-        gated = _first(config, "shared_expert_intermediate_size")
-        every, dense = int(config.get("decoder_sparse_step") or 1), config.get("mlp_only_layers") or ()
-        sparse = [
-            layer >= int(config.get("first_k_dense_replace") or 0) and layer not in dense and not (layer + 1) % every
-            for layer in range(layers)
-        ]
-        bias = kind == "gpt_oss"
-        return cls(
-            layers=sum(sparse),
-            experts=experts,
-            expert=3 * hidden * width + bias * (2 * width + hidden),
-            width=width,
-            shared=gated or int(config.get("n_shared_experts") or 0) * width,
-            router=hidden * experts.count + bias * experts.count + bool(gated) * hidden,
-        )
-
-    @property
-    def routed(self) -> int:
-        """Parameters of the routed experts of all layers."""
-        return self.layers * self.experts.count * self.expert
-
-
-@dataclass(frozen=True)
 class Latent:
     """Attention whose cache has a latent vector, from which keys and values are projected (DeepSeek-V2)."""
 
@@ -232,9 +160,9 @@ class Latent:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Latent | None:
-        if not (rank := _first(config, "kv_lora_rank")):
+        if not (rank := first(config, "kv_lora_rank")):
             return None
-        return cls(_first(config, "q_lora_rank"), rank, int(config["qk_rope_head_dim"]), int(config["v_head_dim"]))
+        return cls(first(config, "q_lora_rank"), rank, int(config["qk_rope_head_dim"]), int(config["v_head_dim"]))
 
     def matrices(self, hidden: int, heads: int, head_dim: int) -> int:
         """Return a layer's parameters that tensor-parallel ranks split, in place of those of attention."""
@@ -285,7 +213,7 @@ class Architecture:
                 name=kind,
                 layers=int(config["num_hidden_layers"]),
                 hidden=hidden,
-                ffn=_first(config, "intermediate_size", "moe_intermediate_size"),
+                ffn=first(config, "intermediate_size", "moe_intermediate_size"),
                 heads=heads,
                 kv_heads=int(config.get("num_key_value_heads") or heads),
                 head_dim=head or (128 if kind == "qwen3" else hidden // heads),

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from verl_rhyme.planning.architecture import Experts
+from verl_rhyme.planning.experts import Experts
 
 Floats = npt.NDArray[np.float64]
 

@@ -13,8 +13,9 @@ import math
 import re
 from typing import NamedTuple
 
-from verl_rhyme.planning.architecture import Architecture, Experts
+from verl_rhyme.planning.architecture import Architecture
 from verl_rhyme.planning.cost import ReplicaCost, StepCost
+from verl_rhyme.planning.experts import Experts
 
 
 class GPU(NamedTuple):

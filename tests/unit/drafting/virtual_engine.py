@@ -12,7 +12,7 @@ from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.history.record import PromptHistory, Trajectory
-from verl_rhyme.planning.architecture import Experts
+from verl_rhyme.planning.experts import Experts
 
 VOCABULARY, PROMPT, SAMPLES = 30_000, 8, 4
 

@@ -15,7 +15,7 @@ from verl_rhyme.history.copies import Copies
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.record import PromptHistory, Trajectory
 from verl_rhyme.history.store import HistoryStore
-from verl_rhyme.planning.architecture import Experts
+from verl_rhyme.planning.experts import Experts
 from verl_rhyme.processes.request import RequestMeta
 
 SamplingParams = pytest.importorskip("vllm").SamplingParams

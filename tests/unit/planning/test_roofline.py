@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from verl_rhyme.observability.step_factor import step_factor
 from verl_rhyme.planning import profile, roofline
-from verl_rhyme.planning.architecture import PUBLISHED, Architecture, Experts
+from verl_rhyme.planning.architecture import PUBLISHED, Architecture
 from verl_rhyme.planning.cost import TYPICAL, ReplicaCost, StepCost
+from verl_rhyme.planning.experts import Experts
 from verl_rhyme.planning.typed_yaml import ClusterError
 
 SHAPES = {name: Architecture.read(config) for name, config in PUBLISHED.items()}
